@@ -463,14 +463,14 @@ READ = (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND)
 JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
 # What the page of a suite's toggles shows of it, beside the toggle and the verdict.
 SUITES: dict[str, Sequence[str]] = {
-    **dict.fromkeys(("attention", "attention_packed"), (cells.TIME, cells.WHOLE, cells.BOUND)),
+    **{f"attention{one}": (cells.TIME, cells.WHOLE, cells.BOUND) for one in ("", "_packed", "_packed_wikisum")},
     **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
     **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
     **dict.fromkeys(("attention_packed_steps", "guide_weights", "h100/guide_weights"), STEPS),
     **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
-    **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "four", "fsdp2", "one_rank", "operands", "tensor")},
-    **{f"several_gpus_{one}": GPUS for one in ("fsdp2_layers_kept", "fsdp2_four_layers_kept", "plain_one_rank")},
-    **{f"several_gpus_zero{one}": GPUS for one in ("", "2", "3", "_one_rank")},
+    **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "fsdp2", "fsdp2_layers_kept", "operands", "tensor")},
+    **{f"several_gpus_{one}": GPUS for one in ("four", "four_mixed", "four_strategies", "fsdp2_four_layers_kept")},
+    **{f"several_gpus_{one}": GPUS for one in ("one_rank", "plain_one_rank", "zero", "zero2", "zero3", "zero_one_rank")},
     **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
     **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured")},
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
