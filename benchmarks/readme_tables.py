@@ -55,6 +55,7 @@ import bubble_tables
 import claim_words
 import longest_table
 import markers
+from suite_columns import SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
@@ -180,9 +181,10 @@ class Measured(NamedTuple):
 def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
-    last; several cells as the range of their ratios. In the claim's direction. `form`: only rows that test a toggle
-    like this pattern. A claim about a step of a ladder takes rows over the claim's own baseline if there are any,
-    whatever toggles they test, and if there are none the step, of each data set as it was measured last."""
+    last; several cells as the range of their ratios. A claim of a range has the cells of all folders, each as it was
+    measured last. In the claim's direction. `form`: only rows that test a toggle like this pattern. A claim about a
+    step of a ladder takes rows over the claim's own baseline if there are any, whatever toggles they test, and if there
+    are none the step, of each data set as it was measured last."""
     newest = list(results.on_gpu).index
     found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
@@ -202,13 +204,18 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
         found = same_baseline
     if not found:
         return None
-    (*_, place, differs, _), pairs = min(found.items(), key=lambda item: item[0])
-    rows, (_, analysis) = [m for m, _ in pairs], pairs[0]
+    best = min(found)
+    places, pairs, differs = [best[4]], found[best], best[5]
+    if claim.statistic == "range":  # "depending on the dataset": each cell as it was measured last
+        alike = sorted((key for key in found if (*key[:4], *key[5:]) == (*best[:4], *best[5:])), reverse=True)
+        last = {(m.record.model, m.record.workload): (key[4], (m, a)) for key in alike for m, a in found[key]}
+        places, pairs = sorted({place for place, _ in last.values()}), [pair for _, pair in last.values()]
+    rows = [m for m, _ in pairs]
     baseline = f"another: {differs}" if differs else "the same"
     toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
     toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
     toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, rows, analysis), toggles, baseline, [list(results.on_gpu)[place]])
+    return Measured(_together(claim, pairs), toggles, baseline, [list(results.on_gpu)[place] for place in places])
 
 
 def _of_steps(steps: Sequence[Step]) -> Measured:
@@ -235,18 +242,19 @@ def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
     return (1 / value, 1 / high, 1 / low) if m.inverted else (value, low, high)
 
 
-def _together(claim: Claim, rows: Sequence[Match], analysis: Analysis) -> str:
+def _together(claim: Claim, pairs: Sequence[tuple[Match, Analysis]]) -> str:
+    m, analysis = pairs[0]
     if claim.over:
-        (row,) = claims_frame(rows, analysis).to_dict("records")
+        (row,) = claims_frame([own for own, _ in pairs], analysis).to_dict("records")
         return f"{ours(row)} ×, {row['model']}"
-    values = [(_value(m, analysis), _is_clear(m, analysis)) for m in rows]
+    values = [(_value(*pair), _is_clear(*pair)) for pair in pairs]
     unit = "×" if claim.is_ratio else claim.unit
     if len(values) > 1:
         return _several([(value[0], is_clear) for value, is_clear in values], unit, "cells")
     ((value, is_clear),) = values
     if unit != "×":
         return f"{number(value[0])} {unit}"
-    return f"{ratio(*value) if is_clear else interval(*value[1:], str(judged(rows[0], value, analysis)))} {unit}"
+    return f"{ratio(*value) if is_clear else interval(*value[1:], str(judged(m, value, analysis)))} {unit}"
 
 
 def _is_clear(m: Match, analysis: Analysis) -> bool:
@@ -456,32 +464,6 @@ def _alone(row: Row | None) -> str:
 
 
 # -- a suite on a page of its own -------------------------------------------------------------------------------------
-
-STEPS = (cells.TIME, cells.WHOLE, cells.MEMORY)
-GPUS = (*STEPS, cells.SENDING)
-READ = (cells.times("read"), cells.TIME, cells.WHOLE, cells.BOUND)
-JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING)  # of suites that train several
-# What the page of a suite's toggles shows of it, beside the toggle and the verdict.
-SUITES: dict[str, Sequence[str]] = {
-    **{f"attention{one}": (cells.TIME, cells.WHOLE, cells.BOUND) for one in ("", "_packed", "_packed_wikisum")},
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
-    **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
-    **dict.fromkeys(("attention_packed_steps", "guide_weights", "h100/guide_weights"), STEPS),
-    **dict.fromkeys(("scaling", "scaling_four", "several_gpus", "several_gpus_ours", "several_gpus_ours_fsdp2"), GPUS),
-    **{f"several_gpus_{one}": GPUS for one in ("copy_engine", "fsdp2", "fsdp2_layers_kept", "operands", "tensor")},
-    **{f"several_gpus_{one}": GPUS for one in ("four", "four_mixed", "four_strategies", "fsdp2_four_layers_kept")},
-    **{f"several_gpus_{one}": GPUS for one in ("one_rank", "plain_one_rank", "zero", "zero2", "zero3", "zero_one_rank")},
-    **dict.fromkeys(("mlora", "mlora_strategies", "mlora_ways", "multi_lora_scaling", "multi_lora_slots"), JOBS),
-    **{f"multi_lora_{one}": JOBS for one in ("16_one_adapter", "16_slots", "16_slots_captured", "captured")},
-    **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
-    **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
-    **dict.fromkeys(("lorafusion_jobs", "lorafusion_jobs_cnn", "lorafusion_jobs_large", "lorafusion_over_mlora"), JOBS),
-    **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
-    "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
-    **dict.fromkeys(("prequantized_loading", "prequantized_loading_one_thread"), READ),
-    **{f"peers_rounds_8b{one}": STEPS for one in ("", "_again", "_8192", "_512")},
-    "text_metrics": (cells.TIME, cells.WHOLE),
-}
 
 
 def of_suite(name: str) -> Callable[[Results], str]:
