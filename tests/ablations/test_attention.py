@@ -296,6 +296,8 @@ def test_a_pinned_backend_that_refuses_names_the_mask(monkeypatch):
         made.step.forward(batch)
     without = replace(batch, inputs={n: x for n, x in batch.inputs.items() if n != "attention_mask"})
     assert what_is_masked(without) == "causal"
+    pieces = torch.tensor([[0, 1, 2, 9, 10, 11]])  # of a row that ranks share
+    assert what_is_masked(replace(without, inputs={**without.inputs, "position_ids": pieces})) == "causal"
 
 
 def test_xformers_is_switched_on_by_axolotls_key_alone():
