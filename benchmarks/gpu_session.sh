@@ -6,8 +6,10 @@
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # The first call on a machine installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. Of four GPUs a list for two has the last two, and the list for one
-# behind it begins beside it. A later call goes on waiting, and adds the lines that the lists have more. So all calls may be sent at once: where no machine
-# came for the first one, the next one begins. Each ends after SECONDS or when all is done, and leaves folders and logs so far in PACK (a .tgz).
+# behind it begins beside it. A later call goes on waiting. It adds the lines that the lists have more, which run in a checkout of the commit that .clone has
+# then, and what the lists have no more is not begun; a job whose command is another needs another name. So all calls may be sent at once: where no machine
+# came for the first one, the next one begins, and what the first jobs bring to light is mended for those behind them.
+# Each ends after SECONDS or when all is done, and leaves folders and logs so far in PACK (a .tgz).
 set -u
 seconds=${1:?seconds}; pack=$(realpath -m "${2:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
 export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
@@ -25,7 +27,9 @@ if [ ! -d "$at/src" ]; then
   python3 -m compileall -q -j 0 "$at/site" "$(python3 -c 'import torch; print(torch.__path__[0] + "/..")')" > /dev/null 2>&1
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
+  mkdir -p "$at/seen"
   cp "$here"/benchmarks/gpu_jobs/*.txt "$at"
+  cp "$here"/benchmarks/gpu_jobs/*.txt "$at/seen"
   for pack_before in "$here"/.pack/*.tgz; do
     [ ! -f "$pack_before" ] || tar xzf "$pack_before" -C "$at"
   done
@@ -49,8 +53,21 @@ if [ ! -d "$at/src" ]; then
     wait
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
 else
+  own=$(git -C "$at/src" rev-parse HEAD 2> /dev/null) now=$(git -C "$here/.clone" rev-parse HEAD 2> /dev/null) src=$at/src-$now there=
+  if [ "$own" != "$now" ]; then
+    if [ ! -d "$src" ] && git clone -q "file://$here/.clone" "$src"; then
+      mkdir -p "$src-names" && ln -sfn "$src/ablations" "$src-names/lorabench_ablations"
+    fi
+    there="cd $src \\&\\& export PYTHONPATH=$src:$src/kernels:$src-names:\$PYTHONPATH \\&\\& "
+  fi
   for list in "$here"/benchmarks/gpu_jobs/*.txt; do
-    own=$at/${list##*/}; comm -13 <(sort "$own") <(sort "$list") >> "$own"
+    name=$(basename "$list" .txt); seen=$at/seen/$name.txt; touch "$seen"
+    mkdir -p "$at/out/$name/taken"
+    grep -vxFf "$list" "$seen" | grep -v '^#' | while read -r job _; do
+      grep -q "^$job " "$list" || mkdir "$at/out/$name/taken/$job" 2> /dev/null
+    done
+    grep -vxFf "$seen" "$list" | grep -v '^#' | sed "s|^\([^ ]* [0-9]*\) |\1 $there|" >> "$at/$name.txt"
+    cp "$list" "$seen"
   done
 fi
 while [ "$(date +%s)" -lt "$ends" ] && [ ! -e "$at/done" ]; do sleep 1; done

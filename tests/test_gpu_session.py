@@ -63,6 +63,46 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     )
 
 
+@pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
+def test_a_later_call_brings_its_commit_and_takes_back_what_has_not_begun(tmp_path):
+    here, at = tmp_path / "here", tmp_path / "at"
+    for folder in (here / ".whl", here / "benchmarks/gpu_jobs", tmp_path / "source"):
+        folder.mkdir(parents=True)
+    shutil.copytree(BENCHMARKS, tmp_path / "source/benchmarks", ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
+    source, jobs = tmp_path / "source", here / "benchmarks/gpu_jobs/3_one_gpu.txt"
+
+    def commit(text):
+        (source / "what").write_text(text)
+        named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init", "-q"], ["add", "."], [*named, "commit", "-qm", text]):
+            subprocess.run(["git", *words], cwd=source, check=True)
+        shutil.rmtree(here / ".clone", ignore_errors=True)
+        subprocess.run(["git", "clone", "-q", "--no-checkout", f"file://{source}", here / ".clone"], check=True)
+
+    for name, says in {"python3": "exit 0", "nvidia-smi": "echo 'GPU 0'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "AT": str(at), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def call(seconds):
+        command = ["bash", str(BENCHMARKS / "gpu_session.sh"), str(seconds), str(tmp_path / "out.tgz")]
+        return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+
+    commit("old")
+    waits = f"until grep -q ^mended {at}/3_one_gpu.txt; do sleep 0.1; done"
+    jobs.write_text(f"first 20 cp what {{out}}; {waits}\ngone 9 touch {{out}}\n")
+    call(2)
+    commit("new")
+    jobs.write_text("# another list\nfirst 20 anything else\nmended 9 cp what {out}; echo $PYTHONPATH > {out}.path\n")
+    done = call(20)
+    found = at / "out/3_one_gpu"
+    assert (found / "first").read_text() == "old", done.stdout + done.stderr
+    assert (found / "mended").read_text() == "new" and not (found / "gone").exists()
+    (src,) = at.glob("src-*[0-9a-f]")
+    paths = (found / "mended.path").read_text().split(":")
+    assert paths[:3] == [f"{src}", f"{src}/kernels", f"{src}-names"]
+
+
 def test_each_job_has_a_name_of_its_own():
     names = [line.split()[0] for line in LINES]
     assert len(names) == len(set(names)) > 5
