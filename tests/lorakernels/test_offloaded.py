@@ -11,6 +11,7 @@ import pytest
 import torch
 from lorakernels import LongContext
 from lorakernels.model import decoder_layer
+from lorakernels.model.offloaded import Offloaded
 from tiny_models import batch, build, step, worst
 
 LAYERS = 5
@@ -202,6 +203,22 @@ def test_weights_in_fp8_wait_too_and_those_in_4_bits_stay_and_are_reported():
     assert not lorakernels.status(model).fused["weights brought"]
 
 
+def test_the_weights_follow_a_model_that_moves(monkeypatch):
+    """There is one device here, so a stand-in says that it is another."""
+    ours, alone = pair()
+    step(ours, batch())
+    first = layers(ours)[0]._lorakernels.weights
+    before = [g.buffer for g in first._groups]
+    monkeypatch.setattr(Offloaded, "_device_of_model", lambda self: torch.device("cpu", 0))
+    same(step(ours, batch()), step(alone, batch()))
+    assert here(ours) == [0]
+    assert all(g.buffer is not b for g, b in zip(first._groups, before, strict=True))
+    monkeypatch.undo()
+    for model in (ours, alone):
+        lorakernels.remove(model)
+    same(step(ours, batch()), step(alone, batch()))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     """Real streams: the steps without, and the device's memory between two of them."""
@@ -219,3 +236,22 @@ def test_on_a_gpu():
         (loss, grads), (got, got_grads) = step(alone, data), step(ours, data)
         assert abs(got - loss) < 1e-3 * abs(loss) and worst(got_grads, grads) < 3e-2
     assert len(here(ours)) == 1
+
+
+@pytest.mark.gpu
+def test_a_model_that_was_never_whole_on_the_gpu():
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128, "num_hidden_layers": 12}
+    alone = build("llama", torch.bfloat16, sizes=sizes)
+    ours = deepcopy(alone)
+    frozen = sum(p.nbytes for p in layers(ours)[0].parameters() if not p.requires_grad)
+    data = {name: t.cuda() for name, t in batch().items()}
+    held = torch.cuda.memory_allocated()
+    lorakernels.apply(ours, long_context=LongContext(offload_weights=True))
+    torch.cuda.reset_peak_memory_stats()
+    ours.cuda()
+    assert torch.cuda.max_memory_allocated() - held < 3 * frozen
+    alone.cuda()
+    lorakernels.apply(alone, long_context=True)
+    for _ in range(2):
+        (loss, grads), (got, got_grads) = step(alone, data), step(ours, data)
+        assert abs(got - loss) < 1e-3 * abs(loss) and worst(got_grads, grads) < 3e-2
