@@ -56,7 +56,7 @@ class CapturedJoint(CapturedStep):
                 return self.inner.forward(batch)
         if not self.captured:
             self._capture()
-        if not self.number:
+        if self.guarded and not self.number:
             self.seen.zero_()
         _, self.now = self.captured[self.number]
         self.number = (self.number + 1) % len(self.captured)
@@ -127,13 +127,16 @@ class CapturedJoint(CapturedStep):
     def _forward(self, layout: Layout) -> dict[str, Tensor]:
         with self._without_a_look():
             found = super()._forward(layout)
-        self.seen.add_(found["loss"] * 0)
+        if self.guarded:
+            self.seen.add_(found["loss"] * 0)
         return found
 
     def _update(self) -> dict[str, Tensor]:
         """One adapter's optimizer fills a part of the GPU. Guarded, they are told what a gradient scaler would."""
-        found = {"finite": self.joint.gradients_finite() & self.seen.isfinite().all()} if self.guarded else {}
-        for optimizer in self.optimizers if self.guarded else ():
+        found, told = {}, self.optimizers if self.guarded else []
+        if told:
+            found["finite"] = self.joint.gradients_finite() & self.seen.isfinite().all()
+        for optimizer in told:
             optimizer.found_inf = (~found["finite"]).float()  # pyright: ignore[reportAttributeAccessIssue]
         self.joint.run_each = self.recorder.in_branches
         try:
@@ -141,17 +144,16 @@ class CapturedJoint(CapturedStep):
                 return super()._update() | found
         finally:
             del self.joint.run_each
-            for optimizer in self.optimizers if self.guarded else ():
+            for optimizer in told:
                 del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
 
     def _backward(self, layout: Layout) -> dict[str, Tensor]:
-        """Of one micro-batch the gradients themselves. A job without rows in one of several gets none from it."""
-        assert layout.loss is not None
+        """A job without rows in one of several micro-batches gets no gradient from it."""
+        if not self.several:
+            return super()._backward(layout)
+        assert layout.loss is not None and self.gradients is not None
         for param in self.trained:
             param.grad = None
         self.inner.backward(layout.loss)
-        if not self.several:
-            return {str(i): param.grad for i, param in enumerate(self.trained) if param.grad is not None}
-        assert self.gradients is not None
         self.gradients.collect(self.trained)
         return {}

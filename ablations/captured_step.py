@@ -276,8 +276,9 @@ class CapturedStep(Wrapped):
         found = {str(i): param.grad for i, param in enumerate(self.trained) if param.grad is not None}
         if len(found) != len(self.trained):
             raise RuntimeError("micro-batches of different shapes give gradients to different parameters")
-        if self.gradients is None:
+        if not self.several:
             return found
+        assert self.gradients is not None
         self.gradients.collect(self.trained)
         return {}
 

@@ -56,8 +56,7 @@ class Offloaded:
     def end(self) -> None:
         """The weights are back for good, and nothing is held here: the layers know each other, and whoever waited for a
         collector would wait with a copy of every weight."""
-        if self._groups:
-            self.bring(stay=True)
+        self.bring(stay=True)
         self._groups, self._host = [], []
         self._layers.clear()
 
