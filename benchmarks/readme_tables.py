@@ -178,6 +178,18 @@ class Measured(NamedTuple):
 # -- published against measured ---------------------------------------------------------------------------------------
 
 
+class Nearness(NamedTuple):
+    """What decides which rows stand beside a claim, the nearest first; `place` is that of the folder, the newest 0."""
+
+    stands_in: bool
+    apart: int
+    changed: int
+    few: bool
+    place: int
+    differs: str
+    tested: str
+
+
 def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
     and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
@@ -186,18 +198,18 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     step of a ladder takes rows over the claim's own baseline if there are any, whatever toggles they test, and if there
     are none the step, of each data set as it was measured last."""
     newest = list(results.on_gpu).index
-    found: dict[tuple[int, int, bool, bool, int, str, str], list[tuple[Match, Analysis]]] = {}
+    found: dict[Nearness, list[tuple[Match, Analysis]]] = {}
     for folder, m, analysis in results.found:
         asked = m.claim is claim and bool(filter_names(m.record.ablations, form))
         if asked and math.isfinite((value := _value(m, analysis))[0]):
             few = str(judged(m, value, analysis)).endswith("few trials")
             apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
             tested = "" if claim.over else " + ".join(m.record.ablations)
-            key = bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested
+            key = Nearness(bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested)
             found.setdefault(key, []).append((m, analysis))
     if steps := [step for step in results.steps if step.claim is claim]:
         at_most = min(step.changed for step in steps)  # a step gives way to a row whose workload is no more changed
-        same_baseline = {key: pairs for key, pairs in found.items() if key[1] == 0 and key[2] <= at_most}
+        same_baseline = {key: pairs for key, pairs in found.items() if key.apart == 0 and key.changed <= at_most}
         if not same_baseline:
             last = {step.data: step for step in sorted(steps, key=lambda step: -newest(step.folder))}
             return _of_steps([*last.values()][::-1])
@@ -205,10 +217,10 @@ def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
     if not found:
         return None
     best = min(found)
-    places, pairs, differs = [best[4]], found[best], best[5]
+    places, pairs, differs = [best.place], found[best], best.differs
     if claim.statistic == "range":  # "depending on the dataset": each cell as it was measured last
-        alike = sorted((key for key in found if (*key[:4], *key[5:]) == (*best[:4], *best[5:])), reverse=True)
-        last = {(m.record.model, m.record.workload): (key[4], (m, a)) for key in alike for m, a in found[key]}
+        alike = sorted((key for key in found if key._replace(place=best.place) == best), reverse=True)
+        last = {(m.record.model, m.record.workload): (key.place, (m, a)) for key in alike for m, a in found[key]}
         places, pairs = sorted({place for place, _ in last.values()}), [pair for _, pair in last.values()]
     rows = [m for m, _ in pairs]
     baseline = f"another: {differs}" if differs else "the same"
