@@ -17,6 +17,21 @@ LINES = [
     if line and not line.startswith("#")
 ]  # fmt: skip
 SWEEPS = [line for line in LINES if "lorabench.sweep" in line]
+MACHINE = {"python3": "exit 0", "nvidia-smi": "echo 'GPU 0'"}  # of one GPU, on which nothing is installed
+
+
+def stubbed(folder, **says):
+    """The environment in which these commands are scripts in this folder."""
+    for name, text in says.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "AT": str(folder / "at"), "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def call(folder, env, seconds):
+    """The script, in folder/here."""
+    command = ["bash", str(BENCHMARKS / "gpu_session.sh"), str(seconds), str(folder / "out.tgz")]
+    return subprocess.run(command, cwd=folder / "here", env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
@@ -43,13 +58,8 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     (here / "benchmarks/gpu_jobs").mkdir()
     jobs = "first 9 touch {out}.again\nsecond 9 cp {out}/rounds.jsonl $REAL/text.jsonl {out}/went_on\n"
     (here / "benchmarks/gpu_jobs/3_one_gpu.txt").write_text(jobs)
-    stubs = {"python3": "exit 0", "nvidia-smi": "echo 'GPU 0'", "git": f"cp -r {tmp_path}/source $4"}
-    for name, says in stubs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {**os.environ, "AT": str(at), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(BENCHMARKS / "gpu_session.sh"), "30", str(tmp_path / "out.tgz")]
-    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    env = stubbed(tmp_path, **MACHINE, git=f"cp -r {tmp_path}/source $4")
+    done = call(tmp_path, env, 30)
     found = at / "out/3_one_gpu"
     assert len(list((found / "second/went_on").iterdir())) == 2 and not (found / "first.again").exists(), (
         done.stdout + done.stderr
@@ -57,7 +67,7 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     assert (found / "ended").read_text() == "first\n"
     with (here / "benchmarks/gpu_jobs/3_one_gpu.txt").open("a") as more:
         more.write("third 9 touch {out}\n")
-    again = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    again = call(tmp_path, env, 30)
     assert "third 9" in (at / "3_one_gpu.txt").read_text() and "first ended with 0" not in again.stdout, (
         "it goes on here"
     )
@@ -79,22 +89,14 @@ def test_a_later_call_brings_its_commit_and_takes_back_what_has_not_begun(tmp_pa
         shutil.rmtree(here / ".clone", ignore_errors=True)
         subprocess.run(["git", "clone", "-q", "--no-checkout", f"file://{source}", here / ".clone"], check=True)
 
-    for name, says in {"python3": "exit 0", "nvidia-smi": "echo 'GPU 0'"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {**os.environ, "AT": str(at), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-
-    def call(seconds):
-        command = ["bash", str(BENCHMARKS / "gpu_session.sh"), str(seconds), str(tmp_path / "out.tgz")]
-        return subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60)
-
+    env = stubbed(tmp_path, **MACHINE)
     commit("old")
     waits = f"until grep -q ^mended {at}/3_one_gpu.txt; do sleep 0.1; done"
     jobs.write_text(f"first 20 cp what {{out}}; {waits}\ngone 9 touch {{out}}\n")
-    call(2)
+    call(tmp_path, env, 2)
     commit("new")
     jobs.write_text("# another list\nfirst 20 anything else\nmended 9 cp what {out}; echo $PYTHONPATH > {out}.path\n")
-    done = call(20)
+    done = call(tmp_path, env, 20)
     found = at / "out/3_one_gpu"
     assert (found / "first").read_text() == "old", done.stdout + done.stderr
     assert (found / "mended").read_text() == "new" and not (found / "gone").exists()
