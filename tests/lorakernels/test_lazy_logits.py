@@ -141,6 +141,19 @@ def test_the_loss_has_a_gradient_by_the_logits(made, num_items):
         torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_behind_the_loss_own_backward_the_values_are_there_and_the_graph_is_not():
+    """As of any graph that is not retained; the hidden states would stay as long as the loss does."""
+    ours, plain = pair()
+    got, wanted = (m(**batch(), use_cache=False) for m in (ours, plain))
+    got.loss.backward()
+    torch.testing.assert_close(got.logits.detach() + 0, wanted.logits.detach(), rtol=1e-4, atol=1e-5)
+    for of in (got.loss, got.logits.sum()):
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            torch.autograd.grad(
+                of, got.logits if of is got.loss else next(p for p in ours.parameters() if p.requires_grad)
+            )
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_they_are_made_in_chunks_that_divide_nothing(softcap, dtype, monkeypatch):

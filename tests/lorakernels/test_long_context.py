@@ -221,6 +221,41 @@ def test_remove_undoes_it():
     assert "long_context" not in report.counts
 
 
+class Kept(TorchDispatchMode):
+    """What attention returned in forward, by layer, is written down where nobody holds it any more."""
+
+    def __init__(self, gone):
+        super().__init__()
+        self.gone, self.layers = gone, itertools.count()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.name() == ATTENTION:
+            weakref.finalize(out[0].untyped_storage(), self.gone.append, next(self.layers))
+        return out
+
+
+def test_behind_attention_s_backward_nobody_holds_its_result_nor_the_hidden_states_of_the_logits(monkeypatch):
+    """Each is a hidden state of a row that fills the device. The loss, which whoever trains has, holds neither."""
+    from lorakernels.model import head
+    from lorakernels.model.parked import Parked
+
+    gone, behind, ahead, logits = [], [], Parked.ahead, head.lazy_logits
+
+    def watched(hidden, *others):
+        weakref.finalize(hidden.untyped_storage(), gone.append, "hidden")
+        return logits(hidden, *others)
+
+    monkeypatch.setattr(head, "lazy_logits", watched)
+    monkeypatch.setattr(Parked, "ahead", lambda s: (behind.append(list(gone)), ahead(s))[1])
+    model, data = long(LongContext(mlp_rows=5, offload=True))
+    with Kept(gone):
+        loss = model(**data).loss
+    assert "hidden" not in gone and 1 not in gone
+    loss.backward()
+    assert {"hidden", 1} <= set(behind[0]), "behind attention's backward of the last of two layers"
+
+
 def test_a_parked_layer_comes_back_behind_the_next_one_s_attention(monkeypatch):
     from lorakernels.model.parked import Parked
 

@@ -178,16 +178,16 @@ class _Record(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Gives back what was taken down, in order, and runs nothing in its place."""
+    """Gives back what was taken down, in order, and runs nothing in its place. What it gave it holds no more."""
 
     def __init__(self, results: Results):
         super().__init__()
-        self._results = iter(results)
+        self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_attention(func):
             return func(*args, **(kwargs or {}))
-        operator, out = next(self._results, (None, None))
+        operator, out = self._results.pop(0) if self._results else (None, None)
         if operator is not func:
             raise RuntimeError(f"attention ran as {operator} in forward and as {func} in backward")
         return _detached(out)
@@ -279,6 +279,7 @@ class _Layer(torch.autograd.Function):
         rest = iter(kept)
         leaves = [next(rest) if ours else t for ours, t in zip(ctx.is_tensor, ctx.others, strict=True)]
         again = _Again(call.options.mlp_rows, tree_unflatten(leaves, ctx.form), ctx.state, parked)
+        del tensors, kept, rest, leaves  # attention's result is free behind attention's backward
         x = x.detach().requires_grad_(needs[1])
         with torch.enable_grad(), call.as_before(grad.device):
             out = call.run(x, again)
