@@ -12,6 +12,7 @@ could not be started.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from lorabench.contract.names import one_line
 from lorabench.measure.machine import describe
 from lorabench.record.store import RecordError, Store, StoreError
 from lorabench.run.session import new_session
+from lorabench.run.signals import handled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +54,9 @@ def run(file: Path, command: Sequence[str]) -> int:
     unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # where either is killed, the log says how far it came
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=unbuffered) as process:
         assert process.stdout is not None
-        with open(file, "wb", buffering=0) as log:
+        # A command whose time is up has a session, too.
+        ended = handled({signal.SIGTERM: lambda *_: process.terminate()})
+        with ended, open(file, "wb", buffering=0) as log:
             for line in process.stdout:
                 log.write(line)
                 print(line.decode(errors="replace"), end="", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -33,17 +35,29 @@ def test_keeps_output_and_environment(tmp_path, capsys):
     assert sorted(p.name for p in file.parent.iterdir()) == ["check.log", "environment.json"]
 
 
-def test_the_log_says_how_far_a_command_came_that_does_not_end(tmp_path):
-    file = tmp_path / "check.log"
-    endless = command("import time; print('one'); time.sleep(60)")
-    with subprocess.Popen([sys.executable, "-m", "lorabench.log_command", str(file), *endless]) as process:
+@contextlib.contextmanager
+def endless(file):
+    """A command that does not end, once it has printed a line; its processes."""
+    text = command("import time; print('one'); time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-m", "lorabench.log_command", str(file), *text]) as process:
         until = time.monotonic() + 30
         while time.monotonic() < until and not (file.exists() and file.read_text()):
             time.sleep(0.05)
-        children = psutil.Process(process.pid).children(recursive=True)
-        for each in (process, *children):
-            each.kill()
+        yield psutil.Process(process.pid)
     assert file.read_text() == "one\n"
+
+
+def test_the_log_says_how_far_a_command_came_that_does_not_end(tmp_path):
+    with endless(tmp_path / "check.log") as process:
+        for each in (process, *process.children(recursive=True)):
+            each.kill()
+
+
+def test_a_command_whose_time_is_up_has_a_session(tmp_path):
+    with endless(tmp_path / "check.log") as process:
+        process.terminate()
+    (session,) = sessions(tmp_path)
+    assert session["exit_code"] == -signal.SIGTERM and session["machine"]["packages"]["torch"]
 
 
 def test_a_second_run_replaces_the_first_and_leaves_others(tmp_path):
