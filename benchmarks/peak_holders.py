@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python", clear_history=True)
     trial.run_trial(arm)
     torch.cuda.synchronize(device)
-    trace = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+    trace = torch.cuda.memory._snapshot(device).get("device_traces", [])[device.index or 0]
     torch.cuda.memory._record_memory_history(enabled=None)
     found = holders(trace, before)
     found.insert(2, "columns", (found.mib * MIB / options.tokens / dtype.itemsize / _hidden(arm)).round(2))

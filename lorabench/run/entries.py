@@ -98,6 +98,12 @@ class Entry:
         """Seconds until its first round, but for the gate, of all its processes."""
         return sum(self.seconds.get(part, 0.0) for part in ("build", "warmup", "profile"))
 
+    @property
+    def step_bytes(self) -> int:
+        """Of the device, that its step takes above what it holds between two, unusable pieces included."""
+        memory = self.ready.memory if self.ready else None
+        return max(0, max(memory.peak or 0, memory.reserved or 0) - (memory.static or 0)) if memory else 0
+
     def warmed(self, ms: float) -> None:
         """One more trial that does not count."""
         assert self.ready is not None
@@ -166,3 +172,11 @@ class Taking:
 
     def takes(self, entry: Entry, number: int) -> bool:
         return number in self.order[: self.counts.get(entry.name, len(self.order))]
+
+
+def verdict_s(like: Entry, processes: int, trials: int, beside: Sequence[Entry] = ()) -> float:
+    """Seconds until an arm comes to a verdict beside these, which is taken to be prepared as fast as this one was in
+    each of so many processes, and to step as fast, trials times a turn: of its rounds the first does not count, and the
+    last begins."""
+    a_round = trials * (like.warm_ms + sum(e.warm_ms for e in beside)) / 1000
+    return like.prepared_s / processes + LEAST_ROUNDS * a_round

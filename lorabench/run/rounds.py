@@ -34,11 +34,12 @@ from lorabench.run.entries import (
     Staying,
     Suspicion,
     Taking,
+    verdict_s,
 )
 from lorabench.run.journal import Turn
 from lorabench.run.process import Lost
 from lorabench.run.ranks import slowest, spread_of
-from lorabench.run.seats import Generations, Seats, said_by, verdict_s
+from lorabench.run.seats import Generations, Seats, said_by
 
 SKETCHED = 12  # rounds whose gradients are compared beside the losses of all, picked when they are there
 SLOWER = 3.0  # an arm may take this many times as long as the median arm before it gets fewer rounds

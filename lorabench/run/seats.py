@@ -26,7 +26,6 @@ from lorabench.measure.seat import Failed, Ready, Seating
 from lorabench.measure.trial import trials_a_turn
 from lorabench.record.schema import ArmRecord
 from lorabench.run.entries import (
-    LEAST_ROUNDS,
     NO_TIME,
     UNLIMITED,
     Entry,
@@ -36,6 +35,7 @@ from lorabench.run.entries import (
     Staying,
     Suspicion,
     as_planned,
+    verdict_s,
 )
 from lorabench.run.journal import Journal
 from lorabench.run.process import Lost, Workers
@@ -331,7 +331,7 @@ class Seats:
         is no candidate's."""
         there, like = [entry] if entry.ready else self._ready(), self.family.reference.kind
         candidates = [e for e in there if not e.stack.is_reference and e.stack.kind == like] or there
-        needs = [_step_bytes(e) + e.ready.own_bytes for e in candidates if e.ready]
+        needs = [e.step_bytes + e.ready.own_bytes for e in candidates if e.ready]
         return statistics.median(needs) if needs else math.inf
 
     def _find_edge(self, seat: Seated, entry: Entry) -> bool:
@@ -512,7 +512,7 @@ class Seats:
         reference, with at least so many processes."""
         ready = self._ready()
         like = sum(e.ready.own_bytes for e in ready if e.name == REFERENCE and e.ready)
-        largest = max(map(_step_bytes, ready), default=0)
+        largest = max((e.step_bytes for e in ready), default=0)
         return largest + more * like + max(0, processes - len(self.seats)) * CONTEXT <= self._left
 
     @property
@@ -534,13 +534,13 @@ class Seats:
     def _crowded(self) -> bool:
         """Whether all seats fit only where some give back what they have cached before another one's turn."""
         seats = [seat for seat in self._active() if seat.names]
-        steps = sum(max(_step_bytes(self.entries[name]) for name in seat.names) for seat in seats)
+        steps = sum(max(self.entries[name].step_bytes for name in seat.names) for seat in seats)
         return len(seats) > 1 and steps > self._left
 
     def _make_way(self, seat: Seated, entry: Entry) -> None:
         """Before an arm's turn the other processes give back what they have cached, one after the other until it fits;
         an arm leaves its own as large as the largest that had a turn here."""
-        seat.cached = max(seat.cached, _step_bytes(entry))
+        seat.cached = max(seat.cached, entry.step_bytes)
         others = [other for other in self.seats if other is not seat and other.cached]
         while others and sum(s.cached for s in (seat, *others)) > self._left:
             self._give_back(others.pop(0))
@@ -575,14 +575,6 @@ class Seats:
         self.overhead[part] = self.overhead.get(part, 0.0) + seconds
 
 
-def verdict_s(like: Entry, processes: int, trials: int, beside: Sequence[Entry] = ()) -> float:
-    """Seconds until an arm comes to a verdict beside these, which is taken to be prepared as fast as this one was in
-    each of so many processes, and to step as fast, trials times a turn: of its rounds the first does not count, and the
-    last begins."""
-    a_round = trials * (like.warm_ms + sum(e.warm_ms for e in beside)) / 1000
-    return like.prepared_s / processes + LEAST_ROUNDS * a_round
-
-
 def _of_ranks(ready: Sequence[Ready], stack: Stack) -> Ready:
     """What rank 0 says, and of bytes what each says."""
     divide = [ablation.name for ablation in stack.ablations if ablation.parallel]
@@ -602,9 +594,3 @@ def said_by(failed: Failed, answers: Sequence[Any]) -> tuple[str, int | None]:
         return failed.reason, None
     rank = answers.index(failed)
     return f"rank {rank}: {failed.reason}", rank
-
-
-def _step_bytes(entry: Entry) -> int:
-    """Bytes that an arm's step takes of the device above what it holds between two, unusable pieces included."""
-    memory = entry.ready.memory if entry.ready else None
-    return max(0, max(memory.peak or 0, memory.reserved or 0) - (memory.static or 0)) if memory else 0
