@@ -6,7 +6,6 @@ Run: python -m pytest tests/lorakernels/test_lazy_logits.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +33,12 @@ class Head(NamedTuple):
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
         """The logits (…, V) in dtype, by chunks of rows, so that nothing else of their size is ever there. Raises
         RuntimeError where the head was trained on since."""
-        self.check()
-        hidden, weight, bias, cap, _ = self
+        hidden, weight, bias, cap, version = self
+        if version not in (None, weight._version):
+            raise RuntimeError(
+                "the head was trained on since, so these logits can no longer be made; look at them before the "
+                "optimizer's step, or apply with linear_cross_entropy=False"
+            )
         columns = weight.shape[0]
         out = torch.empty(*hidden.shape[:-1], columns, dtype=dtype, device=hidden.device)
         rows, places, some = hidden.reshape(-1, hidden.shape[-1]), out.view(-1, columns), max(1, CHUNK // columns)
@@ -45,22 +48,6 @@ class Head(NamedTuple):
                 place.copy_(z if cap is None else cap * torch.tanh(z / cap))
         return out
 
-    def check(self) -> None:
-        """Raises RuntimeError where the head was trained on since."""
-        if self.version not in (None, self.weight._version):
-            raise RuntimeError(
-                "the head was trained on since, so these logits can no longer be made; look at them before the "
-                "optimizer's step, or apply with linear_cross_entropy=False"
-            )
-
-
-@dataclass(eq=False)
-class Saved:
-    """What the node that makes logits reads in its backward. A backward from the loss does not run that node, which
-    would hold the hidden states as long as somebody has the loss; so it lets go of them itself."""
-
-    head: Head | None
-
 
 class LazyLogits(torch.Tensor):
     """The logits (…, V) of a head in dtype. Shape, dtype, device, and another dtype of the same (accelerate asks for
@@ -69,12 +56,12 @@ class LazyLogits(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, head: Head, dtype: torch.dtype, saved: Saved) -> LazyLogits:
+    def __new__(cls, head: Head, dtype: torch.dtype) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=head.hidden.device)
 
-    def __init__(self, head: Head, dtype: torch.dtype, saved: Saved):
-        self._head, self._logits, self._saved = head, None, saved
+    def __init__(self, head: Head, dtype: torch.dtype):
+        self._head, self._logits = head, None
 
     def materialize(self) -> torch.Tensor:
         """The values (…, V), a plain Tensor without gradient, made at the first call. Raises RuntimeError where the
@@ -89,11 +76,11 @@ class LazyLogits(torch.Tensor):
         kwargs = kwargs or {}
         lazy = args[0] if args and isinstance(args[0], cls) else None
         if lazy is not None and function in SAME_VALUES:
-            other = cls(lazy._head, lazy.dtype, lazy._saved)
+            other = cls(lazy._head, lazy.dtype)
             other._logits = lazy._logits
             return other
         if lazy is not None and lazy._logits is None and function is aten._to_copy.default and set(kwargs) == {"dtype"}:
-            return cls(lazy._head, kwargs["dtype"], lazy._saved)
+            return cls(lazy._head, kwargs["dtype"])
         values, named = tree_map_only(cls, cls.materialize, (args, kwargs))
         out = function(*values, **named)
         # What was written to in place stays the Tensor that it was.
@@ -130,25 +117,23 @@ class _MakeLogits(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
     ) -> LazyLogits:
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.set_materialize_grads(False)  # zeros (…, V) where nobody used the logits
+        ctx.softcap = softcap
         version = weight._version if weight.requires_grad else None
-        head = Head(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), softcap, version)
-        ctx.saved = Saved(head)
-        return LazyLogits(head, hidden.dtype, ctx.saved)
+        bias = None if bias is None else bias.detach()
+        return LazyLogits(Head(hidden.detach(), weight.detach(), bias, softcap, version), hidden.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return None, None, None, None
-        if ctx.saved.head is None:
-            raise RuntimeError("a backward to the logits behind the loss' own needs retain_graph=True in the first")
-        ctx.saved.head.check()
-        hidden, weight, bias, cap, _ = ctx.saved.head
+        hidden, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
         with no_autocast(hidden.device):
-            if cap is not None:
-                slope = 1 - torch.tanh(F.linear(hidden, weight, bias) / cap).square()
+            if ctx.softcap is not None:
+                slope = 1 - torch.tanh(F.linear(hidden, weight, bias) / ctx.softcap).square()
                 grad = grad * slope
             flat = grad.flatten(0, -2)
             d_hidden = grad @ weight if needs[0] else None
@@ -182,8 +167,8 @@ class _LossOf(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In any backward to what is trained the chunked head's own gradient is the one that flows.
         if torch._C._will_engine_execute_node(ctx.made_by):  # pyright: ignore[reportAttributeAccessIssue]
-            if may_overwrite() and ctx.logits is not None:
-                ctx.logits._saved.head = ctx.logits = None
+            if may_overwrite():  # or the hidden states stay for as long as somebody has the loss
+                ctx.logits = None
             return grad, None, None, None, None, None
         if ctx.logits is None:
             raise RuntimeError("a second backward through the loss needs retain_graph=True in the first")
