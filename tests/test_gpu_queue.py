@@ -96,7 +96,7 @@ def test_the_list_for_one_gpu_runs_beside_the_one_for_two_and_has_their_gpus_beh
     def until(name):
         return f"while [ ! -e {at}/{name} ]; do sleep 0.1; done"
 
-    (lists / "1_two_gpus.txt").write_text(f"both 20 {until('a_runs')}; echo $CUDA_VISIBLE_DEVICES\n")
+    (lists / "1_two_gpus.txt").write_text(f"both 20 {until('a_runs')}; {until('b_runs')}; echo $CUDA_VISIBLE_DEVICES\n")
     (lists / "2_one_gpu.txt").write_text(
         "".join(f"{a} 20 touch {at}/{a}_runs; {until('c_runs')}; echo $CUDA_VISIBLE_DEVICES\n" for a in "abc")
     )
