@@ -16,7 +16,8 @@ sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
 # What Python and pytest have compiled is kept, whatever the shell says: each process compiles all tests anew otherwise.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
+# Three workers on two cores: one of them often waits for a process or a file.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
 
 # Every kernel, toggle, outcome and command at least once, in minutes.
 test: $(VENV)/.installed

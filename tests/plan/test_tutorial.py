@@ -76,6 +76,7 @@ def test_a_declared_switch_of_torch_s_is_trusted(packages, tmp_path):
     assert "float32_matmul" in arm.applied
 
 
+@pytest.mark.exhaustive
 def test_it_lists_both_toggles(packages, tmp_path):
     (command,) = commands("list=true")
     listed = run(command, packages, tmp_path)
