@@ -45,7 +45,6 @@ from lorabench.run.ranks import notes_by_rank, on_one_gpu, whole_batch
 Generations = list[list[tuple[Entry, Seated | None]]]
 EDGE_S = 600.0  # in which the edge of an arm's memory is looked for
 ROOMY = 0.9  # share of a GPU's memory that may be used
-AT_ONCE, CORES_EACH = 4, 4  # processes that are prepared beside each other, at most, and how many cores each wants
 
 
 @dataclass(eq=False)
@@ -80,10 +79,9 @@ class Seats:
         self.final = self._number(0, 0)  # of the trial after the last turn
         self.seats: list[Seated] = []
         self.crowded_out: list[Entry] = []  # out of memory in a turn beside others: they come in another block
-        self.preparing: list[_Preparation] = []  # now
+        self.preparing: list[_Preparation] = []  # now, two at most
         self.preparing_changes = threading.Condition()
-        self.side_by_side = False  # whether some may be
-        self.seating = threading.RLock()  # who of these has come, and is written down
+        self.two_at_once = False
         self.spare: list[Seated] = []  # opened and still empty, each for an arm that will sit alone
         self.opened = 0
         self.trials_a_turn = 1
@@ -120,11 +118,10 @@ class Seats:
 
     def _open(self, alone: bool) -> Seated:
         seating = Seating(self.family, self.machine, alone, self.ceiling, str(self.scratch))
-        with self.seating:
-            seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
-            seat.desk.send("open", ranks=self.family.ranks)
-            self.opened += 1
-            self.seats.append(seat)
+        seat = Seated(self.opened, self.workers.open(seating, self.timeout_s, self.tell, self.log), alone)
+        seat.desk.send("open", ranks=self.family.ranks)
+        self.opened += 1
+        self.seats.append(seat)
         return seat
 
     def _taken_over(self) -> Seated | None:
@@ -243,21 +240,13 @@ class Seats:
         self.tell(f"preparing {entry.name}")
         try:
             failed, answers = self._prepared(seat, entry, gate, offered, self._need(entry))
-            if failed and failed.status == "oom" and not failed.spoilt and self.side_by_side:
+            if failed and failed.status == "oom" and not failed.spoilt and self.two_at_once:
                 failed, answers = self._prepared(seat, entry, gate, offered, math.inf)
         except Lost as lost:
-            with self.seating:
-                self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
-                entry.spent("build", time.perf_counter() - began)
+            self._leave(entry, lost.status, str(lost), lost.rank, lost.log)
+            entry.spent("build", time.perf_counter() - began)
             return Failed(lost.status, str(lost), spoilt=True)
-        with self.seating:
-            return self._take(seat, entry, gate, failed, answers, time.perf_counter() - began)
-
-    def _take(
-        self, seat: Seated, entry: Entry, gate: bool, failed: Failed | None, answers: list[Any], took: float
-    ) -> Failed | None:
-        """What the preparation of an arm came to after so many seconds; the failure with which it did not come to
-        sit."""
+        took = time.perf_counter() - began
         if failed is None and not all(isinstance(a, Ready) and all(ms > 0 for ms in a.warm_ms) for a in answers):
             failed = Failed("untrusted", "what it answered is no answer", spoilt=True)
         ready: list[Ready] = [a for a in answers if isinstance(a, Ready)]
@@ -355,7 +344,7 @@ class Seats:
         """The same seat in a new process, without who spoilt the old one. The rounds of the others stay."""
         names = [name for name in seat.names if self.entries[name].ok]
         self._close(seat, judged=False)
-        if not self.side_by_side:  # there others are being asked, and have nothing cached
+        if not self.two_at_once:  # there others are being asked, and have nothing cached
             self._all_give_back()
         fresh = seat.again = self._open(seat.alone)
         lost = self._opened(fresh)
@@ -405,26 +394,24 @@ class Seats:
         if shared and beside:
             now_prepared = made if at_once else made[:1]
             pairs = [(entry, seat) for generation in now_prepared for entry, seat in generation if seat]
-            self._side_by_side(pairs, slow, shared)
+            self._one_by_one(pairs, slow, shared)
         return made
 
-    def _side_by_side(
+    def _one_by_one(
         self, pairs: Sequence[tuple[Entry, Seated]], slow: Sequence[Entry] = (), shared: Seated | None = None
     ) -> None:
-        """Prepare these arms, as many beside each other as the host has cores and the device has room for: importing
-        and compiling is most of it. Those for which the host compiles (`slow`) are prepared meanwhile, in the seat
-        `shared`; all seconds are then parts of one wall time. The reference again comes last then: as the largest it
-        may have to wait until they are done. Otherwise what took longest in other processes comes first."""
-        at_once = max(1, min(AT_ONCE, self.machine.cores // CORES_EACH))
-        self.side_by_side = bool(slow) or at_once > 1
+        """Prepare these arms one after the other: processes that share a GPU have it in turns, and every transfer waits
+        for its own. Those for which the host compiles (`slow`) are prepared meanwhile, in the seat `shared`; all
+        seconds are then parts of one wall time. The reference again comes last then: as the largest it may have to wait
+        until they are done, and whoever is behind it with it."""
+        self.two_at_once = bool(slow)
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
         judged: set[str] = set()
         todo = []
-        order = lambda pair: (bool(slow) and pair[0].stack.is_reference, -pair[0].prepared_s)  # noqa: E731
-        for entry, seat in sorted(pairs, key=order):
+        for entry, seat in sorted(pairs, key=lambda pair: pair[0].stack.is_reference) if slow else pairs:
             todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
             judged.add(entry.name)
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(1) as pool:
             started = [pool.submit(self._prepare_one, *arguments) for arguments in todo]
             try:
                 self._sit_together(slow, shared)
@@ -433,7 +420,7 @@ class Seats:
             except Suspicion:  # all of it was for nothing
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self.side_by_side = False
+        self.two_at_once = False
         everyone = {e.name for e, _ in pairs} | {name for seat in self.seats for name in seat.names}
         candidates = {name for name in everyone if not self.entries[name].stack.is_reference}
         for entry, seat in pairs:
@@ -452,7 +439,7 @@ class Seats:
             self.entries[name].seconds[part] -= seconds * (1 - share)
 
     def _prepare_one(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None) -> None:
-        """An arm of several processes that left in another of them is not prepared."""
+        """An arm of several processes that left in another of them, or waits for a later block, is not prepared."""
         if entry.ok and entry not in self.crowded_out:
             self._prepare(seat, entry, gate, offered)
 
@@ -465,7 +452,7 @@ class Seats:
         todo = [(entry, seat) for entry, seat in pairs if not seat.names and not self._opened(seat)]
         if todo:
             self._all_give_back()
-            self._side_by_side(todo)
+            self._one_by_one(todo)
         for entry, seat in pairs:
             seat.active = entry.ok and bool(seat.names)
         for seat in [seat for _, seat in (*generation, *pairs) if seat and not seat.active]:

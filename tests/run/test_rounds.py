@@ -309,6 +309,7 @@ def test_an_arm_that_is_wrong_in_one_of_its_processes_leaves_though_it_sits_in_a
     found = alone_in_rounds(script, tmp_path)
     assert found["flex_attention"].status == "wrong_numerics"
     assert found[REFERENCE].status == found[TWIN].status == "ok"
+    assert asked["flex_attention"] == 2, "whoever has left is not prepared in two more processes"
 
 
 def test_where_every_candidate_patches_classes_the_reference_sits_alone_as_they_do(tmp_path):
