@@ -367,17 +367,15 @@ class Seats:
 
     def _sit_alone(self, alone: Sequence[Entry], slow: Sequence[Entry] = (), beside: bool = True) -> Generations:
         """Fresh processes for each arm that sits alone, and (`beside`) for the reference again: one in each generation,
-        of which one after the other takes its part of the rounds. All are prepared at first where the device has room
-        for what they keep, else each generation when its turn comes; meanwhile with the first of them those of the
-        shared seat for which the host compiles (`slow`)."""
+        of which one after the other takes its part of the rounds. The first is prepared now, and meanwhile those of the
+        shared seat for which the host compiles (`slow`); each later one when its turn comes, so that whatever ends the
+        sweep leaves rounds behind."""
         again = [self.entries.get(TWIN) or self.entries[REFERENCE]] if beside else []
         entries = [e for e in (*again, *alone) if e.ok and not self._late(e)]
         shared = next((seat for seat in self.seats if not seat.alone and seat.names), None)
         generations = min(PROCESSES, self.family.rounds)
         everyone = generations * len(entries)
-        at_once = self._fits(everyone + len(slow), 1 + everyone)
-        if not at_once:
-            self._make_room(alone)
+        self._make_room(alone)
         self._all_give_back()
         now = everyone if self._fits(len(entries), 1 + everyone) else len(entries)
         while len(self.spare) < now:
@@ -392,9 +390,7 @@ class Seats:
         ]
         # Where nobody sits, an arm would run out of memory beside its own other processes and look as if it were alone.
         if shared and beside:
-            now_prepared = made if at_once else made[:1]
-            pairs = [(entry, seat) for generation in now_prepared for entry, seat in generation if seat]
-            self._one_by_one(pairs, slow, shared)
+            self._one_by_one([(entry, seat) for entry, seat in made[0] if seat], slow, shared)
         return made
 
     def _one_by_one(

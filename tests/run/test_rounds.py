@@ -170,9 +170,12 @@ def test_what_the_host_compiles_for_is_prepared_last_beside_those_that_sit_alone
     assert (1, "torch_compile") in prepared[3:] and len(prepared) == 3 + 1 + 4 * 2
     asked = [what for seat, what, *_ in script.heard if seat == 1]
     compiled = script.heard.index((1, "prepare", "torch_compile"))
-    assert "offer" in asked and (1, "offer") not in script.heard[compiled:], (
+    begun = next(i for i, (_, what, *_) in enumerate(script.heard) if what == "turn")
+    assert "offer" in asked and (1, "offer") not in script.heard[compiled:begun], (
         "that seat answers nobody while it compiles"
     )
+    first = [rest[0] for _, what, *rest in script.heard[:begun] if what == "prepare"]
+    assert first.count("flex_attention") == 1, "whatever ends the sweep early finds rounds, not processes without any"
     assert {record.status for record in found.values()} == {"ok"}
     assert set(found["torch_compile"].seats) == {0} and found["torch_compile"].rounds == list(range(12))
 
