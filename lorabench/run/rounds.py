@@ -158,15 +158,19 @@ class Rounds(Seats):
         with Sampler(
             self.uuid, lambda: {rank.process.pid or 0 for seat in self.seats for rank in seat.desk.ranks}
         ) as sampler:
-            for part, seated in zip(parts, generations, strict=True):
-                own = own or self._seated(seated)
-                self._warm()
+            for before, (part, seated) in enumerate(zip(parts, generations, strict=True)):
                 for number in part:
-                    # The ends have to fit into what there is of time, but for the sake of a verdict.
-                    reserved = ends if number - rounds[0] >= LEAST_ROUNDS else 0.0
+                    # The ends have to fit into what there is of time, and what is prepared for this part, as long as it
+                    # took for those before; but for the sake of a verdict.
+                    fresh = before and number == part[0]
+                    reserved = ends + (sum(e.prepared_s for e, _ in seated) / before if fresh else 0.0)
+                    reserved = reserved if number - rounds[0] >= LEAST_ROUNDS else 0.0
                     if time.monotonic() > self.limits.stop_at - reserved:
                         self.stopped = True
                         break
+                    own = self._seated(seated) if fresh else own
+                    if number == part[0]:
+                        self._warm()
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
                 for seat in own:
                     self._close(seat)

@@ -389,6 +389,26 @@ def test_a_budget_has_room_for_what_follows_the_last_round_unless_there_would_be
     assert {record.notes[INTERRUPTED] for record in found} == {rounds}
 
 
+@pytest.mark.parametrize("seconds, prepared, rounds", [(90.0, 2, LEAST_ROUNDS), (122.0, 3, 9), (1e3, 4, 12)])
+def test_no_process_is_prepared_for_a_part_of_the_rounds_that_the_budget_has_no_room_for(
+    seconds, prepared, rounds, tmp_path, monkeypatch
+):
+    """Of three rounds each, behind twenty seconds for its process."""
+    script = Script(ms=dict.fromkeys((REFERENCE, TWIN, "flex_attention"), 1000.0))
+
+    def ready(name: str) -> Ready:
+        script.now += 20.0 * (name == "flex_attention")
+        return Ready()
+
+    script.ready = ready
+    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=lambda: script.now)
+    for file in ("rounds", "seats"):
+        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    found = alone_in_rounds(script, tmp_path, limits=Limits(stop_at=seconds))
+    assert [rest[0] for _, what, *rest in script.heard if what == "prepare"].count("flex_attention") == prepared
+    assert {len(set(record.rounds)) for record in found.values()} == {rounds}
+
+
 def test_no_candidate_is_seated_after_its_time_and_the_others_have_their_rounds(tmp_path, monkeypatch):
     now = [0.0]
     clocked(monkeypatch, lambda: now[0])

@@ -115,6 +115,7 @@ class Beside:
             beside = len(self.names) > 1
         time.sleep(1.0 if stack.name == "torch_compile" else 0.1)
         with self.lock:
+            beside |= len(self.names) > 1
             self.names.remove(stack.name)
         return beside
 
