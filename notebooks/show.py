@@ -18,7 +18,7 @@ from lorabench.report.plots import figures
 from lorabench.report.tables import md
 from lorabench.report.words import number
 
-COLOURS = 256  # of a figure
+COLOURS = 16  # of a figure, edges of letters included
 
 
 def say(text: str) -> None:
