@@ -95,7 +95,7 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
 @pytest.mark.exhaustive
 def test_a_toggle_that_kills_its_process_in_a_round_costs_the_others_nothing(plugin, tmp_path):
     """resume=true leaves its record alone, resume=failed measures it again."""
-    args = [*ARGS[:2], "trials=20", "warmup=3", "ablations=[eager,killed_later]", "report=false", f"output={tmp_path}"]
+    args = [*ARGS[:2], "trials=20", "warmup=1", "ablations=[eager,killed_later]", "report=false", f"output={tmp_path}"]
     done = sweep(*args, cwd=tmp_path, env=plugin)
     assert done.returncode == 0, done.stderr
     found = {" + ".join(r.ablations): r for r in read_records(tmp_path)}
