@@ -16,10 +16,12 @@ sweep: $(VENV)/.installed
 	$(VENV)/bin/python -m lorabench.sweep $(ARGS)
 
 # What Python and pytest have compiled is kept, whatever the shell says: each process compiles all tests anew otherwise.
-# Three workers on two cores: one of them often waits for a process or a file.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
+WORKERS = 2
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=20 --durations-min=5
 
-# Every kernel, toggle, outcome and command at least once, in minutes.
+# Every kernel, toggle, outcome and command at least once, in minutes: with a third worker on two cores, because one of
+# them often waits for a process.
+test: WORKERS = 3
 test: $(VENV)/.installed
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
