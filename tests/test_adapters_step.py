@@ -13,6 +13,7 @@ def script():
         yield module
 
 
+@pytest.mark.exhaustive
 def test_every_number_of_adapters_is_held_against_one(script, tmp_path, capsys):
     small = ["--model", "tiny-llama", "--seq-len", "16", "--samples", "4", "--dtype", "float32", "--trials", "6"]
     script.main([str(tmp_path / "out"), *small, "--adapters", "2", "4"])

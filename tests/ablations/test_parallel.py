@@ -178,6 +178,7 @@ def test_on_two_processes_all_is_as_in_one(two, case):
     is_one_process_s(two, case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ONE)
 def test_lora_kernels_over_fsdp2_on_one_process_too(one, case):
     is_one_process_s(one, case)
