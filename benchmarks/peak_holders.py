@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(argv)
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, whose allocator keeps a history")
-    models = f"models=[{options.model}@1x{options.tokens}]"
-    cell = plan(load_config(["suite=long_context", *options.sweep, "ablations=[]", models]), describe().device).cells[0]
-    machine = describe()
+    machine, models = describe(), f"models=[{options.model}@1x{options.tokens}]"
+    cell = plan(load_config(["suite=long_context", *options.sweep, "ablations=[]", models]), machine.device).cells[0]
     dtype, device = getattr(torch, machine.dtype(cell.model.dtype)), torch.device(machine.device)
     arm = kind(cell.kind).build(request_of(cell, "candidate", dtype, device))
     trial.run_trial(arm)

@@ -162,14 +162,14 @@ class Rounds(Seats):
                 for number in part:
                     # The ends have to fit into what there is of time, and what is prepared for this part, as long as it
                     # took for those before; but for the sake of a verdict.
-                    fresh = before and number == part[0]
-                    reserved = ends + (sum(e.prepared_s for e, _ in seated) / before if fresh else 0.0)
-                    reserved = reserved if number - rounds[0] >= LEAST_ROUNDS else 0.0
+                    first = number == part[0]
+                    coming = sum(e.prepared_s for e, _ in seated) / before if first and before else 0.0
+                    reserved = ends + coming if number - rounds[0] >= LEAST_ROUNDS else 0.0
                     if time.monotonic() > self.limits.stop_at - reserved:
                         self.stopped = True
                         break
-                    own = self._seated(seated) if fresh else own
-                    if number == part[0]:
+                    if first:
+                        own = self._seated(seated) if before else own
                         self._warm()
                     self._round(number, [e for e in self._ready() if taking.takes(e, number)], number in sketched)
                 for seat in own:

@@ -402,13 +402,10 @@ class Seats:
         until they are done, and whoever is behind it with it."""
         self.two_at_once = bool(slow)
         began, before = time.perf_counter(), {name: dict(e.seconds) for name, e in self.entries.items()}
-        judged: set[str] = set()
-        todo = []
-        for entry, seat in sorted(pairs, key=lambda pair: pair[0].stack.is_reference) if slow else pairs:
-            todo.append((seat, entry, entry.ready is None and entry.name not in judged, self._offered()))
-            judged.add(entry.name)
+        order = sorted(pairs, key=lambda pair: pair[0].stack.is_reference) if slow else pairs
+        todo = [(seat, entry, entry.ready is None, self._offered()) for entry, seat in order]
         with ThreadPoolExecutor(1) as pool:
-            started = [pool.submit(self._prepare_one, *arguments) for arguments in todo]
+            started = [pool.submit(self._prepare, *arguments) for arguments in todo]
             try:
                 self._sit_together(slow, shared)
                 for one in started:
@@ -433,11 +430,6 @@ class Seats:
         share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
         for (name, part), seconds in spent.items():
             self.entries[name].seconds[part] -= seconds * (1 - share)
-
-    def _prepare_one(self, seat: Seated, entry: Entry, gate: bool, offered: bytes | None) -> None:
-        """An arm of several processes that left in another of them, or waits for a later block, is not prepared."""
-        if entry.ok and entry not in self.crowded_out:
-            self._prepare(seat, entry, gate, offered)
 
     def _seated(self, generation: Sequence[tuple[Entry, Seated | None]]) -> list[Seated]:
         """Prepare these arms in their seats, where that is not done; the seats in which one sits."""

@@ -174,9 +174,11 @@ def alone_in_rounds(
         return {record.arm: record for record in running.drafts(rounds)}
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
-    """The budget's clock shows this."""
-    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+def clocked(
+    monkeypatch: pytest.MonkeyPatch, now: Callable[[], float], perf_counter: Callable[[], float] = time.perf_counter
+) -> None:
+    """The budget's clock shows this; perf_counter: what seconds are counted by."""
+    clock = SimpleNamespace(monotonic=now, perf_counter=perf_counter)
     for file in ("rounds", "seats"):
         monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,9 +251,7 @@ def test_no_arm_is_seated_where_those_that_sit_would_come_to_no_verdict(seconds,
         return Ready()
 
     script.ready = ready
-    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=lambda: script.now)
-    for file in ("rounds", "seats"):
-        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    clocked(monkeypatch, lambda: script.now, perf_counter=lambda: script.now)
     with runner(script, tmp_path) as running:
         running.limits = Limits(stop_at=seconds)
         found = {record.arm: record for record in running.family(family("ablations=[eager,adamw]"))}
@@ -401,9 +398,7 @@ def test_no_process_is_prepared_for_a_part_of_the_rounds_that_the_budget_has_no_
         return Ready()
 
     script.ready = ready
-    clock = SimpleNamespace(monotonic=lambda: script.now, perf_counter=lambda: script.now)
-    for file in ("rounds", "seats"):
-        monkeypatch.setattr(f"lorabench.run.{file}.time", clock)
+    clocked(monkeypatch, lambda: script.now, perf_counter=lambda: script.now)
     found = alone_in_rounds(script, tmp_path, limits=Limits(stop_at=seconds))
     assert [rest[0] for _, what, *rest in script.heard if what == "prepare"].count("flex_attention") == prepared
     assert {len(set(record.rounds)) for record in found.values()} == {rounds}
