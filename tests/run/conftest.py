@@ -1,8 +1,10 @@
-"""A third party's package of toggles, really installed: a wheel, pip, an entry point."""
+"""A third party's package of toggles, really installed: a wheel, pip, an entry point. And what rounds draw."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import installed
@@ -30,3 +32,10 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     points |= {"stage_fails": "plugin_pipelines:StageFails"}
     points |= {"odd": "odd_toggles:Odd", "exits": "exits_at_import:Exits"}
     return installed(tmp_path_factory.mktemp("plugin"), "plugin_toggles", files, points)
+
+
+@pytest.fixture(autouse=True)
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of this process draw the same orders in every run of a test: one that counts them would fail in one run of
+    a hundred where each is drawn anew."""
+    monkeypatch.setattr("lorabench.run.seats.random", SimpleNamespace(SystemRandom=lambda: random.Random(25)))
