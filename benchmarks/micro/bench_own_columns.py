@@ -8,16 +8,18 @@ import torch
 from lorakernels.ops.concat_operand import ScaledS
 from lorakernels.ops.job_columns import keep_own_columns
 from lorakernels.ops.job_rows import JobRows
-from lorakernels.ops.own_columns import A_TILES, TILES, LinearColumns, OwnColumns, own_a_gradients, own_ds_and_db, own_s
+from lorakernels.ops.lora_grad import DS_DB_TILES, AdapterColumns, ds_and_db
+from lorakernels.ops.own_columns import A_TILES, TILES, LinearColumns, Own, OwnColumns, own_a_gradients, own_s
 
 LINEARS = 3
+TILES_OF = {"s": TILES, "ds and db": DS_DB_TILES, "da": A_TILES}
 
 
-@pytest.mark.parametrize("form", [*dict.fromkeys([*TILES, *A_TILES]), "all"])
+@pytest.mark.parametrize("form", [*dict.fromkeys(tile for tiles in TILES_OF.values() for tile in tiles), "all"])
 @pytest.mark.parametrize("jobs", [4, 16])
 @pytest.mark.parametrize("product", ["s", "ds and db", "da"])
 def test_own_columns(product, form, jobs, time, tensor, shapes):
-    if form not in ("all", *(A_TILES if product == "da" else TILES)):
+    if form not in ("all", *TILES_OF[product]):
         pytest.skip("no tile of this product")
     m, k, r = shapes["tokens"], shapes["hidden"], shapes["rank"]
     q, p = jobs * r, LINEARS * jobs * r
@@ -28,17 +30,16 @@ def test_own_columns(product, form, jobs, time, tensor, shapes):
     for i in range(LINEARS):
         of_jobs = [(column, r) for column in range(i * q, (i + 1) * q, r)]
         parts.append(LinearColumns(slice(i * q, (i + 1) * q), slice(i * k, (i + 1) * k), of_jobs))
-    own = OwnColumns(parts, x.device)
-    db, da = (torch.zeros(*shape, device=x.device) for shape in ((LINEARS * k, q), (p, k)))
+    own, da = Own(OwnColumns(parts, x.device), rows), torch.zeros(p, k, device=x.device)
     job_of_column = (torch.arange(p, device=x.device) // r % jobs).int()
 
     def ours():
         if product == "s":
-            own_s(x, a, own, rows, s, scaled_s, form)
+            own_s(x, a, own, s, scaled_s, form)
         elif product == "da":
-            own_a_gradients(x, s, own, rows, da, form)
+            own_a_gradients(x, s, own, da, form)
         else:
-            own_ds_and_db(dy, sb, own, rows, s, scaled_s.out, db, form)
+            ds_and_db(dy, s, AdapterColumns(sb, scaled_s.out, [k] * LINEARS, q, own), form)
 
     def of_all():
         if product == "da":

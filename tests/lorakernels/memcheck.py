@@ -13,6 +13,7 @@ import os
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it when it first allocates
 
 from itertools import product
+from typing import Any
 
 import lorakernels
 import torch
@@ -28,6 +29,7 @@ from lorakernels.ops.glu import (
     ACTIVATIONS,
     WHOLE_TILES,
     GluBackward,
+    OwnOfMLP,
     backward_a_into,
     backward_whole_into,
     forward_lora_into,
@@ -54,6 +56,38 @@ M, N, K, P = 37, 75, 130, 5
 
 def random(*shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_(grad)
+
+
+def own_columns_of(new: Any, rows: JobRows) -> None:
+    """The kernels in which each row makes its own job's columns: of ranks that allow wide loads, and of others."""
+    if not tensor_cores(new(1)):
+        return
+    for first in (3, 8):
+        p, widths = first + 8, [64, 64]
+        pair = []
+        for i in range(2):
+            of_jobs = [(i * p, first), (i * p + first, 8)]
+            columns = slice(i * p, (i + 1) * p)
+            pair.append(own_columns.LinearColumns(columns, slice(64 * i, 64 * i + 64), of_jobs))
+        two = own_columns.Own(own_columns.OwnColumns(pair, torch.device(DEVICE)), rows)
+        one = own_columns.Own(own_columns.OwnColumns(pair[:1], torch.device(DEVICE)), rows)
+        s, scaled_s = new(M, 2 * p), ScaledS(new(M, 2 * p), new(2 * p).float())
+        for tile in own_columns.TILES:
+            own_columns.own_s(new(M, K), new(2 * p, K), two, s, scaled_s, tile)
+        for tile in own_columns.A_TILES:
+            for of_norm in (None, NormFactors(new(M).float(), new(K), Norm(1e-6))):
+                own_columns.own_a_gradients(new(M, K), s, two, new(2 * p, K).float(), tile, of_norm)
+        adapters = AdapterColumns(new(128, 2 * p), scaled_s.out, widths, p, two)
+        for tile in fitting_tiles(s, widths, [8, 8]):
+            ds_and_db(new(M, 128), s, adapters, tile)
+        for tile in TILES:
+            columns = LoraColumns(new(p, 64), p, ScaledS(new(M, p), new(p).float()))
+            forward_lora_into(new(M, 64), new(M, 64), new(M, 64 + p), columns, "silu", tile, one)
+        for tile in WHOLE_TILES:
+            wide = new(M, 128 + 2 * p)
+            inputs = GluBackward(wide[:, :64], wide[:, 64:128], new(M, 64), "silu")
+            own = OwnOfMLP(two, one)
+            backward_whole_into(inputs, wide, new(M, p), new(128, 2 * p), scaled_s.out, tile, own=own)
 
 
 def kernels(dtype: torch.dtype) -> None:
@@ -136,14 +170,7 @@ def kernels(dtype: torch.dtype) -> None:
         if multi_product.takes(x, w, P, [8], out):
             for seeds in (None, torch.arange(2, device=DEVICE)) if not of_b else (None,):
                 multi_product.multi_product(x, w, s, [table], rows, tile, of_b=of_b, seeds=seeds, residual=out, out=out)
-    linears = [own_columns.LinearColumns(slice(0, 3 + P), slice(0, N), [(0, 3), (3, P)])]
-    own, s, sums = own_columns.OwnColumns(linears, DEVICE), new(M, 3 + P), new(M, 3 + P)
-    for tile in own_columns.TILES:
-        own_columns.own_s(new(M, K), new(3 + P, K), own, rows, s, ScaledS(sums, new(3 + P).float()), tile)
-        own_columns.own_ds_and_db(new(M, N), new(N, 3 + P), own, rows, s, sums, new(N, 3 + P).float(), tile)
-    for tile in own_columns.A_TILES:
-        for of_norm in (None, NormFactors(new(M).float(), new(K), Norm(1e-6))):
-            own_columns.own_a_gradients(new(M, K), s, own, rows, new(3 + P, K).float(), tile, of_norm)
+    own_columns_of(new, rows)
     columns = torch.tensor([0] * 3 + [1] * P, dtype=torch.int32, device=DEVICE)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns)
     keep_own_columns(new(M, 3 + P), rows.job_of_row(), columns, new(M, 3 + P))

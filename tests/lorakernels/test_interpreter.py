@@ -98,5 +98,5 @@ def test_long_context_in_the_interpreter():
 @pytest.mark.exhaustive
 def test_several_adapters_in_the_interpreter():
     tails = (f"test_multi.py::test_a_step_of_many_adapters_by_a_tail[{p}-fused]" for p in (0.0, 0.5))
-    own = "test_multi.py::test_a_step_of_many_adapters_by_their_own_columns[alike]"
-    run(FAST, "test_multi.py::test_dropout_in_slots_is_that_of_linear_by_linear[[0, 1, 1, 2]-llama]", *tails, own)
+    run(FAST, "test_multi.py::test_dropout_in_slots_is_that_of_linear_by_linear[[0, 1, 1, 2]-llama]", *tails)
+    run(FAST, "test_own_rows.py")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_checks import exhaustive
 from lorakernels import tune
-from lorakernels.nodes import multi_linear, operand, own_rows, projection, tail
+from lorakernels.nodes import multi_linear, operand, projection, tail
 from lorakernels.ops import multi_lora, multi_product
 from lorakernels.ops.job_rows import JobRows
 from lorakernels.runtime import INTERPRET
@@ -336,67 +336,6 @@ def test_batches_of_other_jobs_come_back_to_tables_that_a_captured_graph_may_rea
     assert counts[0] == counts[1] > 0
     kept = [o._captured for o in gc.get_objects() if isinstance(o, multi_lora.AdapterTables)]
     assert {id(table) for tables in kept for table in tables} == set(map(id, made))
-
-
-@pytest.mark.parametrize("third", [False, True], ids=["alike", "of several numbers of columns"])
-def test_a_step_of_many_adapters_by_their_own_columns(third, monkeypatch):
-    """S, dS, dA and dB in the form in which a row makes its own adapter's columns: as in the form that is first, which
-    finds its tables where a captured step takes it behind that. Some jobs have no rows. On a CPU its torch path runs,
-    which nothing but this test takes."""
-    ranks = {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)} | ({"third": 1} if third else {})
-    said, calls, found = [0, 5, 5, 9, 1, 2, 3, 4, 6, 7, 8, 10, 11, 15, 15], [], []
-    ids = batch(len(said), 5)["input_ids"]
-
-    def counted(function):
-        return lambda *given: calls.append(function.__name__) or function(*given)
-
-    for name in ("own_s", "own_ds_and_db", "own_a_gradients"):
-        monkeypatch.setattr(own_rows, name, counted(getattr(own_rows, name)))
-    if not INTERPRET:
-        monkeypatch.setattr(own_rows, "takes", lambda *_: True)
-    for form in ("no such", "own"):
-        torch.manual_seed(3)
-        ours = model(ranks=ranks)
-        jobs = lorakernels.apply_multi(ours, fused=True)
-        calls.clear()
-        with tune.forced(form):
-            found.append(losses_and_gradients(ours, jobs, ids, said))
-    ran = [calls.count(n) for n in ("own_s", "own_ds_and_db", "own_a_gradients")]
-    monkeypatch.setattr(projection, "table", None)
-    with tune.forced("no such"):
-        losses_and_gradients(ours, jobs, ids, said)
-    projections = 2 * 4  # of two layers: q, k and v together, o, gate and up, down
-    of_s = 2 if INTERPRET else projections  # there the form is tried behind those that make S with its input
-    with_db = projections - (2 if third else 0)  # q, k and v have several numbers of columns where one has a third
-    assert ran == [of_s, with_db, projections]
-    (wanted, theirs), (losses, own) = found
-    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
-    assert own.keys() == theirs.keys() and own
-    for n, gradient in theirs.items():
-        torch.testing.assert_close(own[n], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
-
-
-@pytest.mark.parametrize("without", [[3], range(16)], ids=["one", "all"])
-def test_rows_without_their_adapter_are_the_frozen_model_s_in_own_columns_too(without, monkeypatch):
-    """Also where an adapter that is no number lay in their columns before, and where no row has one."""
-    ranks = {f"adapter{i}": 1 + 5 * i % 8 for i in range(16)}
-    said, found = list(range(16)), []
-    ids = batch(16, 5)["input_ids"]
-    if not INTERPRET:
-        monkeypatch.setattr(own_rows, "takes", lambda *_: True)
-    for form in ("no such", "own"):
-        ours = model(ranks=ranks)
-        jobs = lorakernels.apply_multi(ours, fused=True)
-        with tune.forced(form), torch.no_grad():
-            for spoil in (False, True):
-                for n, p in ours.named_parameters():
-                    if spoil and "lora_" in n and any(f".adapter{job}." in n for job in without):
-                        p.fill_(float("nan"))
-                jobs.set(said, without=without if spoil else ())
-                losses = loss_of(ours, ids)
-            found.append(losses)
-    assert found[0].isfinite().all()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_one_job_s_rows_may_go_through_the_frozen_model_alone():

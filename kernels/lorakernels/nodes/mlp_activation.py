@@ -19,11 +19,12 @@ from torch._C import _autograd
 
 from ..ops import glu, quantized_glu
 from ..ops.concat_operand import LoraColumns
-from ..ops.glu import GluBackward
+from ..ops.glu import GluBackward, OwnOfMLP
 from ..ops.grad_accumulator import GradAccumulator
 from ..ops.linear_cross_entropy import mm_in
+from ..ops.own_columns import Own
 from ..ops.quantize_rows import quantize_rows
-from ..runtime import multiprocessors, tensor_cores, use_triton
+from ..runtime import MAX_FUSED_RANK, multiprocessors, tensor_cores, use_triton
 from ..tuning import tune
 from ..tuning.worth_trying import glu_backward_tiles, glu_tiles
 from .operand import Operand
@@ -34,6 +35,7 @@ from .output_grad import (
     wide_output_gradient,
     with_raised,
 )
+from .own_rows import own_of
 from .products import Fp8Operand, lora_input
 from .projection import Projection
 
@@ -52,14 +54,20 @@ def activate(
         glu.forward_into(gate, up, packed[:, :width], act)
         lora_input(down, packed[:, :width], op_down, seeds, packed[:, width:], scaled_s)
 
-    def fused(tile: str) -> None:
-        glu.forward_lora_into(gate, up, packed, LoraColumns(op_down.a, down.rank, scaled_s), act, tile)
-        down.keep_own_columns(packed[:, width:], scaled_s.out)
+    own = own_of(down, packed, op_down) if seeds is None else None
+    if own is not None and own.columns.rank > MAX_FUSED_RANK:
+        own = None
 
-    forms = {"plain": plain}
+    def fused(tile: str) -> None:
+        glu.forward_lora_into(gate, up, packed, LoraColumns(op_down.a, down.rank, scaled_s), act, tile, own)
+        if own is None:
+            down.keep_own_columns(packed[:, width:], scaled_s.out)
+
+    forms, kind = {"plain": plain}, "" if own is None else "own_"
     if down.p and seeds is None and tensor_cores(packed, op_down.a):
-        forms = {tile: partial(fused, tile) for tile in glu_tiles(tune.bucket(m))} | forms
-    forms[tune.pick("glu", (tune.bucket(m), width, down.p, act, packed.dtype), forms, packed.device)]()
+        forms = {kind + tile: partial(fused, tile) for tile in glu_tiles(tune.bucket(m))} | forms
+    key = (tune.bucket(m), width, down.p, act, packed.dtype, *([] if own is None else ["own"]))
+    forms[tune.pick("glu", key, forms, packed.device)]()
     return packed, scaled_s.out
 
 
@@ -105,18 +113,19 @@ class ActivationGradient(NamedTuple):
 
 def activation_backward(
     gate_up: torch.Tensor, dh: torch.Tensor, act: str, groups: Sequence[Projection], saved: Sequence[SavedForward],
-    ds_down: torch.Tensor | None,
+    ds_down: torch.Tensor | None, own_down: Own | None = None,
 ) -> ActivationGradient:  # fmt: skip
     """Of dh (M, I), the gradient of act(gate)·up; gate_up: (M, 2·I), and p more columns with one group, if not in FP8.
 
     ds_down: (M, rank) if dA is wanted. Where one pass for both is faster it comes from there; otherwise it is None and
-    dh is overwritten with act(gate)·up. With one group gate_up is overwritten with its gradient, where nobody will ask
-    for it again.
+    dh is overwritten with act(gate)·up. own_down: whose columns of ds_down are whose, where kernels make each row's own
+    (own_rows.py). With one group gate_up is overwritten with its gradient, where nobody will ask for it again.
     """
     width = dh.shape[1]
     gate, up = gate_up[:, :width], gate_up[:, width : 2 * width]
     if len(groups) == 1:
-        return _single_group_backward(gate_up, GluBackward(gate, up, dh, act), groups[0], saved[0], ds_down)
+        inputs = GluBackward(gate, up, dh, act)
+        return _single_group_backward(gate_up, inputs, groups[0], saved[0], ds_down, own_down)
     wides = [torch.empty(dh.shape[0], g.n + g.p, dtype=dh.dtype, device=dh.device) for g in groups]
     parts = wides[0][:, :width], wides[1][:, :width]
     inputs = GluBackward(gate, up, dh, act)
@@ -178,8 +187,9 @@ def fits_fp8(groups: Sequence[Projection], down: Projection, saved: Sequence[Sav
 
 
 def _single_group_backward(
-    gate_up: torch.Tensor, inputs: GluBackward, group: Projection, saved: SavedForward, ds_down: torch.Tensor | None
-) -> ActivationGradient:
+    gate_up: torch.Tensor, inputs: GluBackward, group: Projection, saved: SavedForward, ds_down: torch.Tensor | None,
+    own_down: Own | None,
+) -> ActivationGradient:  # fmt: skip
     (m, width), act, accumulator = inputs.grad.shape, inputs.act, saved.main_stream_accumulator
 
     def apart(dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
@@ -193,24 +203,30 @@ def _single_group_backward(
             mm_in(ds_down.t(), dh, torch.float32)
         wide_output_gradient(group, into, saved)
 
+    own_group = None if own_down is None else own_of(group, inputs.grad, saved.op)
+    own = None if own_down is None or own_group is None else OwnOfMLP(own_group, own_down)
+    if own is not None and (ds_down is None or not glu.own_whole_fits(own, ds_down, group.ranks, group.widths)):
+        own = None
+
     def whole(tile: str, ds: torch.Tensor, dh: torch.Tensor, into: torch.Tensor) -> ActivationGradient:
         grad = inputs.of(dh)
-        da, db = glu.backward_whole_into(grad, into, ds, saved.sb, saved.scaled_s, tile, accumulator)
+        da, db = glu.backward_whole_into(grad, into, ds, saved.sb, saved.scaled_s, tile, accumulator, own)
         gradient = OutputGradient(into[:, : group.n], into[:, group.n :], into, db)
-        group.keep_own_columns(gradient.ds)
+        if own is None:
+            group.keep_own_columns(gradient.ds)
         return ActivationGradient([into], [with_raised(gradient, saved)], da)
 
-    forms: dict[str, Any] = {"apart": apart}
-    if ds_down is not None and glu.whole_fits(ds_down, group.ranks, group.widths):
+    forms, kind = dict[str, Any](apart=apart), "" if own is None else "own_"
+    if ds_down is not None and (own is not None or glu.whole_fits(ds_down, group.ranks, group.widths)):
         tiles = glu_backward_tiles(tune.bucket(m), width, multiprocessors(ds_down))
-        forms = {tile: partial(whole, tile, ds_down) for tile in tiles} | forms
+        forms = {kind + tile: partial(whole, tile, ds_down) for tile in tiles} | forms
     dh = inputs.grad
 
     def fresh() -> torch.Tensor:
         return torch.empty(m, group.n + group.p, dtype=gate_up.dtype, device=gate_up.device)
 
     trials, spare = forms | {"apart": apart_with_ds}, lambda: (dh.clone(), fresh())
-    key = (tune.bucket(m), width, group.rank, act, dh.dtype)
+    key = (tune.bucket(m), width, group.rank, act, dh.dtype, *([] if own is None else ["own"]))
     picked = tune.pick("gate and up backward", key, trials, dh.device, spare)
     roomy = gate_up.shape[1] == group.n + group.p
     return forms[picked](dh, gate_up if roomy and may_overwrite() else fresh())

@@ -35,6 +35,7 @@ from .output_grad import (
     output_gradient,
     wide_output_gradient,
 )
+from .own_rows import own_of
 from .products import Fp8Operand, concat_product, frozen_product
 from .projection import Projection
 
@@ -317,7 +318,8 @@ def _down_backward(
         made = activation_backward_in_fp8(own.gate_up, dh, spec.act, groups[0], saved[0], of_dh)
     else:
         dh = input_gradient(down, d_down, saved_down)
-        made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down)
+        own_down = None if ds_down is None else own_of(down, dh, saved_down.op)
+        made = activation_backward(own.gate_up, dh, spec.act, groups, saved[:-1], ds_down, own_down)
     source = SavedInput(dh, spec.dtype)  # which, without made.da, now holds act(gate) * up
     with side_stream:
         last = parameter_gradients(down, d_down, saved_down, of_down, source, made.da)

@@ -14,23 +14,28 @@ import torch
 
 from ..ops.concat_operand import ScaledS
 from ..ops.grad_accumulator import GradAccumulator, gradient_zeros
-from ..ops.lora_grad import SavedInput
-from ..ops.own_columns import A_TILES, TILES, own_a_gradients, own_ds_and_db, own_s, takes
-from ..runtime import MAX_FUSED_RANK, deterministic
+from ..ops.lora_grad import AdapterColumns, SavedInput, ds_and_db, fitting_tiles
+from ..ops.own_columns import A_TILES, TILES, Own, own_a_gradients, own_s, takes
+from ..runtime import deterministic, multiprocessors
+from ..tuning import tune
+from ..tuning.worth_trying import ds_and_db_tiles
 from .operand import Operand
 from .projection import Projection
+
+
+def own_of(projection: Projection, wide: torch.Tensor, op: Operand) -> Own | None:
+    """Whose columns are whose, where the kernels take these rows of X or dY (M, …), several adapters have columns in
+    S, and atomic adds are allowed; else None."""
+    several = projection.slot is not None and len(projection.members) > len(projection.linears)
+    return projection.own_columns(wide) if several and not deterministic() and takes(op.a, wide) else None
 
 
 def s_forms(
     projection: Projection, x: torch.Tensor, op: Operand, out: torch.Tensor, scaled_s: ScaledS
 ) -> dict[str, Callable[[], None]]:  # fmt: skip
-    """By tile, S of x (M, K) into out (M, p), and sS into scaled_s. None where the form is not worth a trial."""
-
-    def run(tile: str) -> None:
-        own, rows = projection.own_columns(x)
-        own_s(x, op.a, own, rows, out, scaled_s, tile)
-
-    return {tile: partial(run, tile) for tile in TILES} if _tried(projection, x, op) else {}
+    """By tile, S of x (M, K) into out (M, p), and sS into scaled_s. None where no kernel takes them."""
+    own = own_of(projection, x, op)
+    return {} if own is None else {tile: partial(own_s, x, op.a, own, out, scaled_s, tile) for tile in TILES}
 
 
 def ds_forms(
@@ -38,37 +43,26 @@ def ds_forms(
     accumulator: GradAccumulator | None,
 ) -> dict[str, Callable[[], torch.Tensor]]:  # fmt: skip
     """By tile, dS of dY (M, N) into ds (M, p), with scaled_s (M, p); returns dB of all members (N, r), float32. None
-    where the form is not worth a trial, or the linears have columns of several numbers."""
-
-    def run(tile: str) -> torch.Tensor:
-        own, rows = projection.own_columns(dy)
-        db = gradient_zeros(accumulator, projection.n, projection.ranks[0], dy.device)
-        own_ds_and_db(dy, op.sb, own, rows, ds, scaled_s, db, tile)
-        return db
-
-    fits = _tried(projection, dy, op) and len(set(projection.ranks)) == 1
-    return {tile: partial(run, tile) for tile in TILES} if fits else {}
+    where no kernel takes them, or the linears have columns of several numbers."""
+    own, ranks, widths = own_of(projection, dy, op), projection.ranks, projection.widths
+    if own is None or len(set(ranks)) > 1:
+        return {}
+    adapters = AdapterColumns(op.sb, scaled_s, widths, ranks[0], own)
+    fitting = tuple(fitting_tiles(dy, widths, [own.columns.rank] * len(widths)))
+    tiles = ds_and_db_tiles(fitting, tune.bucket(len(dy)), projection.n, multiprocessors(dy))
+    return {f"own_{tile}": partial(ds_and_db, dy, ds, adapters, tile, accumulator) for tile in tiles}
 
 
 def da_forms(
     projection: Projection, ds: torch.Tensor, op: Operand, source: SavedInput, accumulator: GradAccumulator | None
 ) -> dict[str, Callable[[], torch.Tensor]]:  # fmt: skip
-    """By tile, dA (rank, K) of all members, float32, of ds (M, p) and the input. None where the form is not worth a
-    trial."""
-    factors = source.factors
+    """By tile, dA (rank, K) of all members, float32, of ds (M, p) and the input. None where no kernel takes them."""
+    own, factors = own_of(projection, ds, op), source.factors
 
-    def run(tile: str) -> torch.Tensor:
-        own, rows = projection.own_columns(ds)
+    def run(own: Own, tile: str) -> torch.Tensor:
         da = gradient_zeros(accumulator, projection.rank, projection.k, ds.device)
-        own_a_gradients(source.tensor() if factors is None else source.h, ds, own, rows, da, tile, factors)
+        own_a_gradients(source.tensor() if factors is None else source.h, ds, own, da, tile, factors)
         return da
 
     whole = factors is None or ds.dtype != torch.float16  # there rstd · dS could overflow
-    return {tile: partial(run, tile) for tile in A_TILES} if whole and _tried(projection, ds, op) else {}
-
-
-def _tried(projection: Projection, wide: torch.Tensor, op: Operand) -> bool:
-    """Whether the form is worth a trial: not where one kernel holds the columns of all adapters in its registers."""
-    if projection.slot is None or projection.rank <= MAX_FUSED_RANK or deterministic():
-        return False
-    return takes(op.a, wide)
+    return {tile: partial(run, own, tile) for tile in A_TILES} if whole and own is not None else {}

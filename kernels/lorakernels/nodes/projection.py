@@ -24,7 +24,7 @@ from ..ops.dropout import draw_seed
 from ..ops.job_columns import SPARE, keep_own_columns
 from ..ops.job_rows import JobRows
 from ..ops.multi_lora import Adapter, AdapterTable, AdapterTables
-from ..ops.own_columns import LinearColumns, OwnColumns
+from ..ops.own_columns import LinearColumns, Own, OwnColumns
 from ..runtime import capturing, table
 from .member import Member
 from .operand import Holder, Operand, OperandBuffer
@@ -123,8 +123,8 @@ class Projection(OperandBuffer):
         job_of_row = self._jobs_of(s).job_of_row()
         keep_own_columns(s, job_of_row, self._columns_jobs(s.device), scaled_s, scales)
 
-    def own_columns(self, x: torch.Tensor) -> tuple[OwnColumns, JobRows]:
-        """Whose columns of S are whose, made once, and the jobs of the rows of x (M, …). A slot without an adapter has
+    def own_columns(self, x: torch.Tensor) -> Own:
+        """Whose columns of S are whose, made once, and whose the rows of x (M, …) are. A slot without an adapter has
         its columns, too: those of the operand are zeros then. What `keep_own_columns` reads is made as well: a captured
         backward calls it where it has a side stream, whatever the steps before it did, and can make no table."""
         count, known = self._job_count(), self._own_columns
@@ -141,7 +141,7 @@ class Projection(OperandBuffer):
         jobs = self._jobs_of(x)
         self._columns_jobs(x.device)
         jobs.job_of_row()
-        return known[-1], jobs
+        return Own(known[-1], jobs)
 
     def _jobs_of(self, x: torch.Tensor) -> JobRows:
         """The jobs of the rows of x (M, …), on its device."""

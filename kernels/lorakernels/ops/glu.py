@@ -7,7 +7,8 @@ up. All arithmetic is in float32 and is rounded once, on the way out.
 The down projection's LoRA wants h twice, and both times h is in registers anyway: `forward_lora_into` leaves S = h · Aᵀ
 behind h in the same launch, `backward_a_into` makes dA = dSᵀ · h, so that backward neither writes h nor reads it.
 `backward_whole_into` also makes what LoRA of gate and up wants of their gradients, dS = dY · sB and dB = dYᵀ · sS, so
-that dY is not read again for them (`lora_grad.py` has these two alone).
+that dY is not read again for them (`lora_grad.py` has these two alone). Rows of several adapters make their own one's
+columns (own_columns.py).
 Run: python -m pytest tests/lorakernels/test_swiglu.py tests/lorakernels/test_geglu.py
 """
 
@@ -37,6 +38,8 @@ from ..runtime import (
 from .concat_operand import LoraColumns, s_into, store_s
 from .fast_math import exp, sigmoid, tanh
 from .grad_accumulator import GradAccumulator, gradient_zeros
+from .job_rows import rows_of
+from .own_columns import CLEARED, Own, check_own, place_of, store_own
 from .quantize_rows import Quantized, quantized_tile, row_scale
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -120,24 +123,39 @@ def _glu_forward_kernel(g_ptr, u_ptr, h_ptr, n, g_row, u_row, h_row, ACT: tl.con
 
 @kernel
 def _glu_forward_lora_kernel(
-    g_ptr, u_ptr, h_ptr, a_ptr, scaled_ptr, scale_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
-    ACT: tl.constexpr, STORE_SCALED_S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    g_ptr, u_ptr, h_ptr, a_ptr, scaled_ptr, scale_ptr, program_ptr, job_ptr, m, n, g_row, u_row, h_row, a_row, rank, p,
+    ACT: tl.constexpr, STORE_SCALED_S: tl.constexpr, OWN: tl.constexpr, ALIGNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p."""
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    """A block of rows walks over all columns; S = h Aᵀ grows in registers and lands in the columns n … n + p; OWN: of
+    one job's rows in that job's, zeros in the others."""
+    first, end, job = rows_of(program_ptr, tl.program_id(0), m, BM, OWN)
+    row = (first + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
+    skip = 0
+    if OWN:
+        skip, rank, _inner = place_of(job_ptr, job, ALIGNED)
     acc = tl.zeros((BM, R), tl.float32)
     for start in range(0, n, BN):
         col = start + tl.arange(0, BN)
-        inside = (row[:, None] < m) & (col[None, :] < n)
+        inside = (row[:, None] < end) & (col[None, :] < n)
         g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         a, _ = act_and_slope(g, ACT)
         h = (a * u).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + row[:, None] * h_row + col[None, :], h, mask=inside)
-        w = tl.load(a_ptr + r[None, :] * a_row + col[:, None], mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
+        spot = a_ptr + (skip + r)[None, :] * a_row + col[:, None]
+        w = tl.load(spot, mask=(col[:, None] < n) & (r[None, :] < rank), other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
-    store_s(h_ptr + row[:, None] * h_row + n, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
+    s_rows = h_ptr + row[:, None] * h_row + n
+    if OWN:
+        known = (r // 8 * 8 if ALIGNED else r) < rank
+        store_own(
+            s_rows, scaled_ptr + row[:, None] * p, scale_ptr, acc, row[:, None] < end, skip + r, known,
+            job_ptr, job, 0, 0, 0, p, STORE_SCALED_S, 1, ALIGNED, BM, CLEARED,
+        )  # fmt: skip
+    else:
+        store_s(s_rows, scaled_ptr, scale_ptr, acc, row, m, p, STORE_SCALED_S, BM, R)
 
 
 @kernel
@@ -161,39 +179,49 @@ def _glu_backward_kernel(
 @kernel
 def _glu_backward_a_kernel(
     g_ptr, u_ptr, dh_ptr, dg_ptr, du_ptr, ds_ptr, da_ptr, s_ptr, sb_ptr, tail_ptr, db_ptr,
-    bits_ptr, f_ptr, scale_ptr, m, n, rank, g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row,
+    bits_ptr, f_ptr, scale_ptr, program_ptr, job_ptr, of_down_ptr, m, n, rank, jobs,
+    g_row, u_row, dh_row, dg_row, du_row, ds_row, s_row, sb_row, tail_row, db_row,
     ACT: tl.constexpr, WHOLE: tl.constexpr, QUANTIZE: tl.constexpr, ROUND: tl.constexpr,
+    OWN: tl.constexpr, ALIGNED: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """STEPS · BM rows times BN columns; dA of these columns grows in registers. WHOLE: dB of gate and of up too, and
-    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, 2 · rank), block-diagonal. QUANTIZE: dg and du
-    times f (2 · n,) go out in e4m3, of the rows' `largest_bits`."""
+    their dS (tail) by atomic adds; s: their sS side by side; sb: (2 · n, p), block-diagonal. QUANTIZE: dg and du times
+    f (2 · n,) go out in e4m3, of the rows' `largest_bits`. OWN: rows of one job, whose columns of gate and up the table
+    at job_ptr tells, and of down the one at of_down_ptr."""
+    first, end, job = rows_of(program_ptr, tl.program_id(1), m, STEPS * BM, OWN)
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     r = tl.arange(0, R)
+    steps, at, at_g, at_u, in_g, in_u, rank_g, rank_u = STEPS, 0, 0, rank, 0, 0, rank, rank
+    if OWN:
+        steps = tl.minimum(STEPS, tl.cdiv(end - first, BM))
+        at, rank, _inner = place_of(of_down_ptr, job, ALIGNED)
+        at_g, rank_g, in_g = place_of(job_ptr, job, ALIGNED)
+        at_u, rank_u, in_u = place_of(job_ptr, jobs + job, ALIGNED)
     acc = tl.zeros((R, BN), tl.float32)
     if WHOLE:
         acc_g, acc_u = tl.zeros((R, BN), tl.float32), tl.zeros((R, BN), tl.float32)
-        known = (col[:, None] < n) & (r[None, :] < rank)
-        sb_g = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + r[None, :], mask=known, other=0.0)
-        below = (n + col[:, None]).to(tl.int64)
-        sb_u = tl.load(sb_ptr + below * sb_row + rank + r[None, :], mask=known, other=0.0)
-    for i in range(STEPS):
-        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
-        inside = (row[:, None] < m) & (col[None, :] < n)
+        of_gate = sb_ptr + col[:, None].to(tl.int64) * sb_row + at_g + r[None, :]
+        sb_g = tl.load(of_gate, mask=(col[:, None] < n) & (r[None, :] < rank_g), other=0.0)
+        of_up = sb_ptr + (n + col[:, None]).to(tl.int64) * sb_row + at_u + r[None, :]
+        sb_u = tl.load(of_up, mask=(col[:, None] < n) & (r[None, :] < rank_u), other=0.0)
+    for i in range(steps):
+        row = (first + i * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < end) & (col[None, :] < n)
         g = tl.load(g_ptr + row[:, None] * g_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         u = tl.load(u_ptr + row[:, None] * u_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
         dh = tl.load(dh_ptr + row[:, None] * dh_row + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        narrow = (row[:, None] < m) & (r[None, :] < rank)
-        ds = tl.load(ds_ptr + row[:, None] * ds_row + r[None, :], mask=narrow, other=0.0)
+        narrow = (row[:, None] < end) & (r[None, :] < rank)
+        ds = tl.load(ds_ptr + row[:, None] * ds_row + at + r[None, :], mask=narrow, other=0.0)
         a, d = act_and_slope(g, ACT)
         if QUANTIZE:
             dg, du = (dh * u * d).to(ds_ptr.dtype.element_ty), (dh * a).to(ds_ptr.dtype.element_ty)
             f_g = tl.load(f_ptr + col, mask=col < n, other=0.0)[None, :]
             f_u = tl.load(f_ptr + n + col, mask=col < n, other=0.0)[None, :]
-            bits = tl.load(bits_ptr + row, mask=row < m, other=0)
+            bits = tl.load(bits_ptr + row, mask=row < end, other=0)
             finite, scale, inverse = row_scale(bits)
             if tl.program_id(0) == 0:
-                tl.store(scale_ptr + row, scale, mask=row < m)
+                tl.store(scale_ptr + row, scale, mask=row < end)
             out_g = quantized_tile(dg.to(tl.float32) * f_g, finite, inverse, dg_ptr, ROUND)
             out_u = quantized_tile(du.to(tl.float32) * f_u, finite, inverse, du_ptr, ROUND)
         else:
@@ -203,19 +231,22 @@ def _glu_backward_a_kernel(
         tl.store(du_ptr + row[:, None] * du_row + col[None, :], out_u, mask=inside)
         acc = tl.dot(tl.trans(ds), (a * u).to(ds_ptr.dtype.element_ty), acc, input_precision="ieee")
         if WHOLE:
-            s_g = tl.load(s_ptr + row[:, None] * s_row + r[None, :], mask=narrow, other=0.0)
-            s_u = tl.load(s_ptr + row[:, None] * s_row + rank + r[None, :], mask=narrow, other=0.0)
+            of_g = (row[:, None] < end) & (r[None, :] < rank_g)
+            of_u = (row[:, None] < end) & (r[None, :] < rank_u)
+            s_g = tl.load(s_ptr + row[:, None] * s_row + at_g + r[None, :], mask=of_g, other=0.0)
+            s_u = tl.load(s_ptr + row[:, None] * s_row + at_u + r[None, :], mask=of_u, other=0.0)
             acc_g = tl.dot(tl.trans(s_g), dg, acc_g, input_precision="ieee")
             acc_u = tl.dot(tl.trans(s_u), du, acc_u, input_precision="ieee")
-            spot = tail_ptr + row[:, None] * tail_row + r[None, :]
-            tl.atomic_add(spot, tl.dot(dg, sb_g, input_precision="ieee"), mask=narrow, sem="relaxed")
-            tl.atomic_add(spot + rank, tl.dot(du, sb_u, input_precision="ieee"), mask=narrow, sem="relaxed")
-    mine = (r[:, None] < rank) & (col[None, :] < n)
-    tl.atomic_add(da_ptr + r[:, None].to(tl.int64) * n + col[None, :], acc, mask=mine, sem="relaxed")
+            tail = tail_ptr + row[:, None] * tail_row + r[None, :]
+            tl.atomic_add(tail + at_g, tl.dot(dg, sb_g, input_precision="ieee"), mask=of_g, sem="relaxed")
+            tl.atomic_add(tail + at_u, tl.dot(du, sb_u, input_precision="ieee"), mask=of_u, sem="relaxed")
+    spot = da_ptr + (at + r)[:, None].to(tl.int64) * n + col[None, :]
+    tl.atomic_add(spot, acc, mask=(r[:, None] < rank) & (col[None, :] < n), sem="relaxed")
     if WHOLE:
-        tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc_g, mask=mine, sem="relaxed")
-        below = (n + col[None, :]).to(tl.int64)
-        tl.atomic_add(db_ptr + below * rank + r[:, None], acc_u, mask=mine, sem="relaxed")
+        spot = db_ptr + col[None, :].to(tl.int64) * db_row + in_g + r[:, None]
+        tl.atomic_add(spot, acc_g, mask=(r[:, None] < rank_g) & (col[None, :] < n), sem="relaxed")
+        spot = db_ptr + (n + col[None, :]).to(tl.int64) * db_row + in_u + r[:, None]
+        tl.atomic_add(spot, acc_u, mask=(r[:, None] < rank_u) & (col[None, :] < n), sem="relaxed")
 
 
 def forward_into(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, act: str) -> None:
@@ -231,14 +262,16 @@ def forward_into(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, act: s
 
 
 def forward_lora_into(
-    gate: torch.Tensor, up: torch.Tensor, buffer: torch.Tensor, columns: LoraColumns, act: str, tile: str = "fused"
-) -> None:
-    """buffer (M, I + p) = [h | h · aᵀ] in one launch, of gate, up (M, I) and columns.a (p, I).
+    gate: torch.Tensor, up: torch.Tensor, buffer: torch.Tensor, columns: LoraColumns, act: str, tile: str = "fused",
+    own: Own | None = None,
+) -> None:  # fmt: skip
+    """buffer (M, I + p) = [h | h · aᵀ] in one launch, of gate, up (M, I) and columns.a (p, I). own: where these are
+    the columns of several jobs, of which a row makes its own and zeros in the others; only where the kernel runs.
 
     tile is a key of TILES; above MAX_FUSED_RANK it takes library calls. Raises ValueError where buffer does not fit.
     """
     m, n = gate.shape
-    lora_a, rank = columns.a, columns.rows
+    lora_a, rank = columns.a, columns.rows if own is None else own.columns.rank
     p = lora_a.shape[0]
     check(
         buffer.shape == (m, n + p), "buffer needs a spare column for each row of lora_a", buffer=buffer, lora_a=lora_a
@@ -248,11 +281,17 @@ def forward_lora_into(
         s_into(buffer[:, :n], columns, buffer[:, n:], None)
         return
     bm, bn, warps, stages = tile_of(tile, gate)
-    _glu_forward_lora_kernel[(cdiv(m, bm),)](
-        gate, up, buffer, lora_a, *columns.scaled_s_pointers(buffer), m, n,
+    programs, tables = cdiv(m, bm), (lora_a, lora_a)
+    if own is not None:
+        check_own(own, gate, buffer[:, n:])
+        tables = own.rows.programs(bm), own.columns.of_jobs
+        programs = len(tables[0])
+    _glu_forward_lora_kernel[(programs,)](
+        gate, up, buffer, lora_a, *columns.scaled_s_pointers(buffer), *tables, m, n,
         gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
-        ACT=ACTIVATIONS[act], STORE_SCALED_S=columns.scaled_s is not None, BM=bm, BN=bn, R=rank_tile(rank),
-        num_warps=warps, num_stages=stages,
+        ACT=ACTIVATIONS[act], STORE_SCALED_S=columns.scaled_s is not None,
+        OWN=own is not None, ALIGNED=own is not None and own.columns.aligned,
+        BM=bm, BN=bn, R=rank_tile(rank), CLEARED=CLEARED, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -302,9 +341,10 @@ def backward_a_into(
     bm, bn, warps, stages, steps = A_TILES[tile]
     da = gradient_zeros(accumulator, rank, n, gate.device)
     _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, da, da, da, m, n, rank,
-        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0,
-        ACT=ACTIVATIONS[act], WHOLE=False, QUANTIZE=False, ROUND=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
+        gate, up, grad, d_gate, d_up, ds, da, ds, ds, da, da, da, da, da, da, da, da, m, n, rank, 1,
+        gate.stride(0), up.stride(0), grad.stride(0), d_gate.stride(0), d_up.stride(0), ds.stride(0), 0, 0, 0, 0,
+        ACT=ACTIVATIONS[act], WHOLE=False, QUANTIZE=False, ROUND=False, OWN=False, ALIGNED=False,
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank),
         num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
     return da
@@ -320,23 +360,41 @@ def whole_fits(ds: torch.Tensor, ranks: list[int], widths: list[int]) -> bool:
     )
 
 
+class OwnOfMLP(NamedTuple):
+    """Whose columns are whose, of gate and up and of the down projection, with the same rows."""
+
+    gate_up: Own
+    down: Own
+
+
+def own_whole_fits(own: OwnOfMLP, ds: torch.Tensor, ranks: list[int], widths: list[int]) -> bool:
+    """`whole_fits` of rows of several adapters, each of which has columns of its own."""
+    widest = max(own.gate_up.columns.rank, own.down.columns.rank)
+    alike = len(ranks) == 2 and ranks[0] == ranks[1] and widths[0] == widths[1]
+    return alike and 0 < widest <= MAX_A_RANK and tensor_cores(ds)
+
+
 def backward_whole_into(
     inputs: GluBackward, wide: torch.Tensor, ds: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor,
-    tile: str = "whole", accumulator: GradAccumulator | None = None,
+    tile: str = "whole", accumulator: GradAccumulator | None = None, own: OwnOfMLP | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """wide (M, 2·I + p) = [d gate ∣ d up ∣ dS], also over gate and up where they are its views; returns dA = dsᵀ · h
     (rank, I) and dB (2·I, rank) in float32.
 
     ds: (M, rank) of the down projection; sb (2·I, p) and scaled_s (M, p) as in `lora_grad.ds_and_db`, for two members
-    of the same rank and width. Needs `whole_fits`. tile is a key of WHOLE_TILES; accumulator: where dA, dB and dS grow.
-    Raises ValueError where the shapes do not fit.
+    of the same rank and width. Needs `whole_fits`, or `own_whole_fits` of own: where these are the columns of several
+    jobs, as many of gate and of up, of which a row makes its own; dB has those of a member side by side. tile is a key
+    of WHOLE_TILES; accumulator: where dA, dB and dS grow. Raises ValueError where the shapes do not fit.
     """
     gate = inputs.gate
     m, n = gate.shape
     rank, p = ds.shape[1], sb.shape[1]
-    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and scaled_s.shape == (m, p) and 2 * rank <= p
+    fits = wide.shape == (m, 2 * n + p) and sb.shape[0] == 2 * n and scaled_s.shape == (m, p)
+    fits = fits and (own is not None or 2 * rank <= p)
     check(fits, "gate, the gradient, sB and S do not fit", gate=gate, wide=wide, sb=sb, s=scaled_s)
-    da, db, tail = whole_launch(inputs, wide, ds, sb, scaled_s, tile, accumulator)
+    if own is not None:
+        check_own(own.gate_up, gate, scaled_s)
+    da, db, tail = whole_launch(inputs, wide, ds, sb, scaled_s, tile, accumulator, own=own)
     wide[:, 2 * n :].copy_(tail)
     return da, db
 
@@ -352,27 +410,36 @@ class RowsInFp8(NamedTuple):
 
 def whole_launch(
     inputs: GluBackward, wide: torch.Tensor, ds: torch.Tensor, sb: torch.Tensor, scaled_s: torch.Tensor, tile: str,
-    accumulator: GradAccumulator | None, in_fp8: RowsInFp8 | None = None,
+    accumulator: GradAccumulator | None, in_fp8: RowsInFp8 | None = None, own: OwnOfMLP | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dA (rank, I), dB (2·I, rank), dS (M, p)) in float32; [d gate ∣ d up] to the first columns of wide (M, ≥ 2·I),
     which in_fp8 stands in for where it is given. Otherwise as in `backward_whole_into`."""
     gate, up, grad, act = inputs
     (m, n), rank, p = gate.shape, ds.shape[1], sb.shape[1]
-    into = GradAccumulator(gate.device, rank * n + 2 * n * rank, m * p) if accumulator is None else accumulator
+    of_gate = None if own is None else own.gate_up.columns.linears[0].columns
+    of_b = rank if of_gate is None else of_gate.stop - of_gate.start
+    into = GradAccumulator(gate.device, (rank + 2 * of_b) * n, m * p) if accumulator is None else accumulator
     ds = ds.contiguous()  # every block of columns reads it, and behind dY its rows would lie far apart
-    da, db, tail = into.gradient(rank, n), into.gradient(2 * n, rank), into.scratch(m, p)
+    da, db, tail = into.gradient(rank, n), into.gradient(2 * n, of_b), into.scratch(m, p)
     bm, bn, warps, stages, steps = WHOLE_TILES[tile]
     bits = factor = scale = da  # read by nobody
     if in_fp8 is not None:
         (wide, scale), bits, factor = in_fp8
         warps *= 2  # a thread has no registers left for the scales beside half of a tile
     d_gate, d_up = wide[:, :n], wide[:, n : 2 * n]
-    _glu_backward_a_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, bits, factor, scale, m, n, rank,
+    tables, programs, widest, jobs, aligned = (da, da, da), cdiv(m, bm * steps), rank, 1, False
+    if own is not None:
+        gate_up, of_down = own.gate_up.columns, own.down.columns
+        tables = own.down.rows.programs(bm * steps), gate_up.of_jobs, of_down.of_jobs
+        programs, widest, jobs = len(tables[0]), max(gate_up.rank, of_down.rank), gate_up.jobs
+        aligned = gate_up.aligned and of_down.aligned
+    _glu_backward_a_kernel[(cdiv(n, bn), programs)](
+        gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, bits, factor, scale, *tables, m, n, rank, jobs,
         gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),
-        scaled_s.stride(0), sb.stride(0), tail.stride(0),
+        scaled_s.stride(0), sb.stride(0), tail.stride(0), db.stride(0),
         ACT=ACTIVATIONS[act], WHOLE=True, QUANTIZE=in_fp8 is not None, ROUND=INTERPRET,
-        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(gate, stages),
+        OWN=own is not None, ALIGNED=aligned,
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(widest), num_warps=warps, num_stages=stages_of(gate, stages),
     )  # fmt: skip
     return da, db, tail
 

@@ -13,7 +13,18 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..runtime import cdiv, table
+from ..runtime import cdiv, jit, table, tl
+
+
+@jit
+def rows_of(program_ptr, number, m, ROWS: tl.constexpr, OWN: tl.constexpr):
+    """(first row, end, job) of a program: where rows have adapters of their OWN, of the table's (`JobRows.programs`),
+    else the next ROWS of m rows of job 0. A program ends after ROWS rows, too."""
+    first, end, job = number * ROWS, m, number * 0
+    if OWN:
+        program = program_ptr + 4 * number
+        first, end, job = tl.load(program), tl.load(program + 1), tl.load(program + 2)
+    return first, end, job
 
 
 class JobRows:

@@ -3,7 +3,8 @@
     dS = dY · sB   and   dB = dYᵀ · sS     (`ds_and_db`; `b_gradient`: dB alone)
     dA = dSᵀ · X                           (`a_gradient`: X itself, or the input of the norm that made X)
 
-dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). These products are
+dY: (M, N), sB: (N, p), S: (M, p), X: (M, K), dB: (N, r), dA: (p, K). Rows of several adapters make dS and dB of their
+own columns alone (own_columns.py). These products are
 hundreds of times longer than wide, so reading dY or X is all they cost; as library calls dS and dB read dY twice, q, k
 and v want three products each, and a sum over 8192 rows is split and added up by a further launch. Both results grow
 in float32 through atomic adds: the last bits differ from run to run, as those of the attention's backward do, so where
@@ -25,6 +26,8 @@ from .. import compile_ahead
 from ..runtime import cdiv, check, kernel, rank_tile, stages_of, tensor_cores, tl, working_dtype
 from .dropout import keep_tile, threshold_and_scale
 from .grad_accumulator import GradAccumulator, gradient_zeros
+from .job_rows import rows_of
+from .own_columns import Own, check_own, place_of
 from .rms_norm import NormFactors, NormInput
 from .rms_norm import forward_into as norm_into
 
@@ -50,12 +53,14 @@ A_TILES = {
 
 class AdapterColumns(NamedTuple):
     """The adapters of members that share dY, as the operand and forward's S have them: sb (N, p), scaled_s (M, p), of
-    which each member's `rank` columns lie beside the one before's; widths: each member's columns of dY, N in all."""
+    which each member's `rank` columns lie beside the one before's; widths: each member's columns of dY, N in all; own:
+    where a member's columns are those of several jobs, of which a row makes its own alone."""
 
     sb: torch.Tensor
     scaled_s: torch.Tensor
     widths: list[int]
     rank: int
+    own: Own | None = None
 
 
 @dataclass(slots=True)
@@ -105,55 +110,71 @@ def a_gradient_reference(ds: torch.Tensor, h: torch.Tensor, factors: NormFactors
 
 @kernel
 def _ds_and_db_kernel(
-    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
+    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, program_ptr, job_ptr, m, n, end_0, end_1, rank, jobs,
+    dy_row, sb_row, s_row, ds_row, db_row,
+    OWN: tl.constexpr, ALIGNED: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """BM rows times STEPS · BN columns, all of one member (its columns of S begin at `skip`)."""
-    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    """BM rows times STEPS · BN columns, all of one member, whose columns of S begin at `skip`, and of dB at `inner`;
+    OWN: rows of one job, and of the member's columns the job's."""
+    begin, end, job = rows_of(program_ptr, tl.program_id(0), m, BM, OWN)
+    row = (begin + tl.arange(0, BM)).to(tl.int64)
     r = tl.arange(0, R)
     first = tl.program_id(1) * STEPS * BN
-    skip = tl.where(first >= end_0, rank, 0) + tl.where(first >= end_1, rank, 0)
-    narrow = (row[:, None] < m) & (r[None, :] < rank)
+    member = (first >= end_0).to(tl.int32) + (first >= end_1).to(tl.int32)
+    skip, inner = member * rank, 0
+    if OWN:
+        skip, rank, inner = place_of(job_ptr, member * jobs + job, ALIGNED)
+    narrow = (row[:, None] < end) & (r[None, :] < rank)
     s = tl.load(s_ptr + row[:, None] * s_row + skip + r[None, :], mask=narrow, other=0.0)
     acc = tl.zeros((BM, R), tl.float32)
     for i in range(STEPS):
         col = first + i * BN + tl.arange(0, BN)
-        inside = (row[:, None] < m) & (col[None, :] < n)
+        inside = (row[:, None] < end) & (col[None, :] < n)
         dy = tl.load(dy_ptr + row[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
         known = (col[:, None] < n) & (r[None, :] < rank)
         sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
         acc = tl.dot(dy, sb, acc, input_precision="ieee")
         db = tl.dot(tl.trans(dy), s, input_precision="ieee")
-        tl.atomic_add(db_ptr + col[:, None].to(tl.int64) * rank + r[None, :], db, mask=known, sem="relaxed")
+        spot = db_ptr + col[:, None].to(tl.int64) * db_row + inner + r[None, :]
+        tl.atomic_add(spot, db, mask=known, sem="relaxed")
     tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], acc, mask=narrow, sem="relaxed")
 
 
 @kernel
 def _ds_and_db_down_kernel(
-    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, m, n, end_0, end_1, rank, dy_row, sb_row, s_row, ds_row,
-    WITH_DS: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    dy_ptr, sb_ptr, s_ptr, ds_ptr, db_ptr, program_ptr, job_ptr, m, n, end_0, end_1, rank, jobs,
+    dy_row, sb_row, s_row, ds_row, db_row,
+    OWN: tl.constexpr, ALIGNED: tl.constexpr, WITH_DS: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows times BN columns, all of one member: sB is read once, dB is added once."""
+    """STEPS · BM rows times BN columns, all of one member: sB is read once, dB is added once. OWN: as above."""
+    begin, end, job = rows_of(program_ptr, tl.program_id(1), m, STEPS * BM, OWN)
     first = tl.program_id(0) * BN
     col = first + tl.arange(0, BN)
     r = tl.arange(0, R)
-    skip = tl.where(first >= end_0, rank, 0) + tl.where(first >= end_1, rank, 0)
+    member = (first >= end_0).to(tl.int32) + (first >= end_1).to(tl.int32)
+    skip, inner, steps = member * rank, 0, STEPS
+    if OWN:
+        skip, rank, inner = place_of(job_ptr, member * jobs + job, ALIGNED)
+        steps = tl.minimum(STEPS, tl.cdiv(end - begin, BM))
     if WITH_DS:
         known = (col[:, None] < n) & (r[None, :] < rank)
         sb = tl.load(sb_ptr + col[:, None].to(tl.int64) * sb_row + skip + r[None, :], mask=known, other=0.0)
     acc = tl.zeros((R, BN), tl.float32)
-    for i in range(STEPS):
-        row = ((tl.program_id(1) * STEPS + i) * BM + tl.arange(0, BM)).to(tl.int64)
-        inside = (row[:, None] < m) & (col[None, :] < n)
+    for i in range(steps):
+        row = (begin + i * BM + tl.arange(0, BM)).to(tl.int64)
+        inside = (row[:, None] < end) & (col[None, :] < n)
         dy = tl.load(dy_ptr + row[:, None] * dy_row + col[None, :], mask=inside, other=0.0)
-        narrow = (row[:, None] < m) & (r[None, :] < rank)
+        narrow = (row[:, None] < end) & (r[None, :] < rank)
         s = tl.load(s_ptr + row[:, None] * s_row + skip + r[None, :], mask=narrow, other=0.0)
         if WITH_DS:
             ds = tl.dot(dy, sb, input_precision="ieee")
             tl.atomic_add(ds_ptr + row[:, None] * ds_row + skip + r[None, :], ds, mask=narrow, sem="relaxed")
         acc = tl.dot(tl.trans(s), dy, acc, input_precision="ieee")
     mine = (r[:, None] < rank) & (col[None, :] < n)
-    tl.atomic_add(db_ptr + col[None, :].to(tl.int64) * rank + r[:, None], acc, mask=mine, sem="relaxed")
+    spot = db_ptr + col[None, :].to(tl.int64) * db_row + inner + r[:, None]
+    tl.atomic_add(spot, acc, mask=mine, sem="relaxed")
 
 
 @kernel
@@ -206,14 +227,17 @@ def ds_and_db(
     dy: torch.Tensor, out: torch.Tensor, adapters: AdapterColumns, tile: str = "one_read",
     accumulator: GradAccumulator | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Writes dS = dY · sB to out (M, p), which may lie behind dY (M, N); returns dB (N, rank) in float32.
+    """Writes dS = dY · sB to out (M, p), which may lie behind dY (M, N); returns dB (N, rank) in float32. Where rows
+    have columns of their own, dS has zeros in the others.
 
     tile: one of `fitting_tiles`; accumulator: where both grow. Raises ValueError where the shapes do not fit.
     """
-    sb, s, widths, rank = adapters
+    sb, s, widths, rank, own = adapters
     m, n, p = dy.shape[0], sum(widths), sb.shape[1]
     fits = dy.shape[1] == n == sb.shape[0] and s.shape == out.shape == (m, p)
     check(fits, "dY, dS, sB and S do not fit", dy=dy, out=out, sb=sb, s=s)
+    if own is not None:
+        check_own(own, dy, out)
     bm, bn, warps, stages, most, down = DS_DB_TILES[tile]
     ends = _ends(widths)
     into = GradAccumulator(dy.device, n * rank, m * p) if accumulator is None else accumulator
@@ -221,15 +245,19 @@ def ds_and_db(
     launched: Any = _ds_and_db_kernel
     options: dict[str, Any] = {}
     if down:
-        launched, options, steps = _ds_and_db_down_kernel, {"WITH_DS": True}, most
-        grid = cdiv(n, bn), cdiv(m, bm * steps)
+        launched, options, steps, of_rows = _ds_and_db_down_kernel, {"WITH_DS": True}, most, bm * most
     else:
-        unit = math.gcd(*widths)
+        unit, of_rows = math.gcd(*widths), bm
         steps = next(i for i in range(most, 0, -1) if len(widths) == 1 or unit % (bn * i) == 0)
-        grid = cdiv(m, bm), cdiv(n, bn * steps)
-    launched[grid](
-        dy, sb, s, ds, db, m, n, *ends, rank, dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0),
-        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages), **options,
+    tables, widest, programs, jobs = (db, db), rank, cdiv(m, of_rows), 1
+    if own is not None:
+        tables, widest, jobs = (own.rows.programs(of_rows), own.columns.of_jobs), own.columns.rank, own.columns.jobs
+        programs = len(tables[0])
+    launched[(cdiv(n, bn), programs) if down else (programs, cdiv(n, bn * steps))](
+        dy, sb, s, ds, db, *tables, m, n, *ends, rank, jobs,
+        dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0), db.stride(0),
+        OWN=own is not None, ALIGNED=own is not None and own.columns.aligned, **options,
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(widest), num_warps=warps, num_stages=stages_of(dy, stages),
     )  # fmt: skip
     out.copy_(ds)
     return db
@@ -249,8 +277,10 @@ def b_gradient(
     bm, bn, warps, stages, steps = B_TILES[tile]
     db = gradient_zeros(accumulator, n, rank, dy.device)
     _ds_and_db_down_kernel[(cdiv(n, bn), cdiv(m, bm * steps))](
-        dy, dy, scaled_s, dy, db, m, n, *_ends(widths), rank, dy.stride(0), 0, scaled_s.stride(0), 0,
-        WITH_DS=False, STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
+        dy, dy, scaled_s, dy, db, db, db, m, n, *_ends(widths), rank, 1,
+        dy.stride(0), 0, scaled_s.stride(0), 0, db.stride(0),
+        OWN=False, ALIGNED=False, WITH_DS=False,
+        STEPS=steps, BM=bm, BN=bn, R=rank_tile(rank), num_warps=warps, num_stages=stages_of(dy, stages),
     )  # fmt: skip
     return db
 

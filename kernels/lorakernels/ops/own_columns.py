@@ -1,16 +1,16 @@
-"""S, dS, dA and dB of rows of several adapters whose columns lie side by side (nodes/operand.py): each row makes the
-columns of its own adapter alone.
+"""Rows of several adapters whose columns of S lie side by side (nodes/operand.py): whose columns are whose, and the
+products in which each row makes the columns of its own adapter alone:
 
-    S = X · Aᵀ        (M, p), zero in the other adapters' columns, and beside it sS, each column times a factor
-    dS = dY · sB      (M, p), the same; of the same read of dY also dB = dYᵀ · sS
-    dA = dSᵀ · X      (p, K)
+    S = X · Aᵀ      (M, p), zero in the other adapters' columns, and beside it sS, each column times a factor
+    dA = dSᵀ · X    (p, K)
 
 A product over the columns of all of n adapters computes n times as much, of which the others' columns are thrown away
-(job_columns.py). Here a program has rows of one job and reads that job's columns. X: (M, K), dY: (M, N), A: (p, K),
-sB: (N, p); one linear, or several below one another in N, each with columns of its own. The programs of one piece of X
-for several linears stand beside one another, so that it comes from memory once. dA and dB grow in float32 by atomic
-adds; no sum goes over rows of two jobs. Matrices are found from the operand's own address: one that a kernel reads from
-a table is not known to be aligned, and what lies there would be loaded element by element, each time waited for.
+(job_columns.py). Here a program has rows of one job and reads that job's columns; so have those of
+`lora_grad.ds_and_db` and of the activation (glu.py) where they are given an `Own`. X: (M, K), A: (p, K); of one linear,
+or of several over one X, each with columns of its own. dA grows in float32 by atomic adds; no sum goes over rows of two
+jobs. Matrices are found from the operand's own address: one that a kernel reads from a table is not known to be
+aligned, and what lies there would be loaded element by element, each time waited for. These kernels have no torch path:
+where none of them runs, the columns of all adapters are made.
 Run: python -m pytest tests/lorakernels/test_own_columns.py
 """
 
@@ -21,11 +21,22 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime import cdiv, check, kernel, rank_tile, stages_of, table, tensor_cores, tl, use_triton
+from ..runtime import (
+    MAX_FUSED_RANK,
+    cdiv,
+    check,
+    jit,
+    kernel,
+    next_power_of_2,
+    rank_tile,
+    stages_of,
+    table,
+    tensor_cores,
+    tl,
+)
 from .adapter import in_units
 from .concat_operand import ScaledS
-from .job_rows import JobRows
-from .multi_lora import MAX_COLUMNS
+from .job_rows import JobRows, rows_of
 from .rms_norm import NormFactors
 
 # (rows, columns, warps, stages) of a program, and of dA the blocks of rows that it walks down
@@ -49,12 +60,11 @@ class OwnColumns:
     def __init__(self, linears: Sequence[LinearColumns], device: torch.device) -> None:
         self.linears, self.jobs = list(linears), len(linears[0].jobs)
         self.rank = max(rank for own in linears for _, rank in own.jobs)
-        parts = [(own.columns.start, own.columns.stop, own.rows.start, own.rows.stop) for own in linears]
-        self.places = [place for own in linears for place in own.jobs]
-        self.of_linears = table([(c, d, a, b - a) for c, d, a, b in parts], torch.int32, device)
+        # (first column, rank, first column among the linear's) of each linear's jobs, for `place_of`
+        self.places = [(at, rank, at - own.columns.start) for own in linears for at, rank in own.jobs]
         self.of_jobs = table(self.places, torch.int32, device)
-        self.n = parts[-1][3]
-        self.aligned = in_units((i for row in (*parts, *self.places) for i in row), ())
+        ends = (end for own in linears for end in (own.columns.start, own.columns.stop))
+        self.aligned = in_units((*ends, *(i for place in self.places for i in place)), ())
 
     def each(self, rows: JobRows) -> Iterator[tuple[LinearColumns, torch.Tensor, slice]]:
         """For each linear and job that has rows and an adapter: the numbers of its rows and its columns."""
@@ -65,61 +75,80 @@ class OwnColumns:
                     yield own, rows.of(job), slice(column, column + rank)
 
 
-@kernel
-def _own_columns_kernel(
-    x_ptr, program_ptr, linear_ptr, job_ptr, matrix_ptr, s_ptr, scaled_ptr, scale_ptr, db_ptr,
-    k, jobs, skip, x_row, matrix_row, s_row, scaled_row, db_row,
-    OF_B: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    CLEARED: tl.constexpr,
-):  # fmt: skip
-    """BM rows of one job for one linear: the columns of its S from `skip` on, and zeros in the linear's others. sS is
-    written with S, and read with dS (OF_B)."""
-    linear, program = tl.program_id(0), program_ptr + 4 * tl.program_id(1)
-    begin, end, job = tl.load(program), tl.load(program + 1), tl.load(program + 2)
-    first, last = tl.load(linear_ptr + 4 * linear), tl.load(linear_ptr + 4 * linear + 1)
-    place = job_ptr + 2 * (linear * jobs + job)
-    column, rank = tl.load(place), tl.load(place + 1)
-    offset, n = linear * 0, k
-    if OF_B:
-        offset, n = tl.load(linear_ptr + 4 * linear + 2), tl.load(linear_ptr + 4 * linear + 3)
+class Own(NamedTuple):
+    """Whose columns are whose, and whose rows."""
+
+    columns: OwnColumns
+    rows: JobRows
+
+
+@jit
+def place_of(job_ptr, number, ALIGNED: tl.constexpr):
+    """(first column, rank, first column among the linear's) of a job of a linear: an entry of `OwnColumns.of_jobs`."""
+    place = job_ptr + 3 * number
+    column, rank, inner = tl.load(place), tl.load(place + 1), tl.load(place + 2)
     if ALIGNED:  # only then are loads and stores of several elements, and loads copied ahead
-        column, rank = tl.multiple_of(column, 8), tl.multiple_of(rank, 8)
-        first, last = tl.multiple_of(first, 8), tl.multiple_of(last, 8)
-        if OF_B:
-            offset, n = tl.multiple_of(offset, 8), tl.multiple_of(n, 8)
+        column, rank, inner = tl.multiple_of(column, 8), tl.multiple_of(rank, 8), tl.multiple_of(inner, 8)
+    return column, rank, inner
+
+
+@jit
+def store_own(
+    s_rows, scaled_rows, scale_ptr, acc, mine, column, known, job_ptr, job, jobs, linear, first, last,
+    SCALED: tl.constexpr, LINEARS: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """S (BM, R), and SCALED sS, into the columns `column` (R,) that are known, and zeros into the linears' others from
+    `first` to `last`. The pointers (BM, 1) are to the rows, of which those that are mine (BM, 1) are written."""
+    dtype = s_rows.dtype.element_ty
+    tl.store(s_rows + column[None, :], acc.to(dtype), mask=mine & known[None, :])
+    if SCALED:
+        scale = tl.load(scale_ptr + column, mask=known, other=0.0)
+        tl.store(scaled_rows + column[None, :], (acc * scale[None, :]).to(dtype), mask=mine & known[None, :])
+    for start in range(first, last, CLEARED):
+        c = start + tl.arange(0, CLEARED)
+        unit = c // 8 * 8 if ALIGNED else c
+        other = unit < last
+        for i in tl.static_range(LINEARS):  # pyright: ignore[reportGeneralTypeIssues]
+            own, rank, _ = place_of(job_ptr, (linear + i) * jobs + job, ALIGNED)
+            other &= (unit < own) | (unit >= own + rank)
+        tl.store(s_rows + c[None, :], tl.zeros((BM, CLEARED), dtype), mask=mine & other[None, :])
+        if SCALED:
+            tl.store(scaled_rows + c[None, :], tl.zeros((BM, CLEARED), dtype), mask=mine & other[None, :])
+
+
+@kernel
+def _own_s_kernel(
+    x_ptr, program_ptr, job_ptr, a_ptr, s_ptr, scaled_ptr, scale_ptr,
+    k, jobs, linear, first, last, skip, x_row, a_row, s_row, scaled_row,
+    LINEARS: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr,
+    R: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """BM rows of one job for the LINEARS from `linear` on, whose columns are those from `first` to `last`: of each the
+    RANK columns from `skip` on, side by side in R; zeros come with the first of them."""
+    begin, end, job = rows_of(program_ptr, tl.program_id(0), 0, BM, True)
     row = (begin + tl.arange(0, BM)).to(tl.int64)
-    dtype = s_ptr.dtype.element_ty
-    r = skip + tl.arange(0, R)
-    own = (row[:, None] < end) & (r[None, :] < rank)
-    s_rows, scaled_rows = s_ptr + row[:, None] * s_row, scaled_ptr + row[:, None] * scaled_row
+    r, i = skip + tl.arange(0, R) % RANK, tl.arange(0, R) // RANK
+    place = job_ptr + 3 * ((linear + i) * jobs + job)
+    column = tl.load(place, mask=i < LINEARS, other=0)
+    rank = tl.load(place + 1, mask=i < LINEARS, other=0)
+    known = r < rank
+    column += r
+    if ALIGNED:
+        known = skip + tl.arange(0, R) // 8 * 8 % RANK < tl.max_constancy(rank, 8)
+        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
     acc = tl.zeros((BM, R), tl.float32)
-    if OF_B:
-        scaled = tl.load(scaled_rows + column + r[None, :], mask=own, other=0.0)
-    for start in range(0, n, BN):
+    for start in range(0, k, BN):
         col = start + tl.arange(0, BN)
-        inside = (row[:, None] < end) & (col[None, :] < n)
-        x = tl.load(x_ptr + row[:, None] * x_row + offset + col[None, :], mask=inside, other=0.0)
-        known = (col[:, None] < n) & (r[None, :] < rank)
-        if OF_B:
-            spot = (offset + col).to(tl.int64)[:, None] * matrix_row + column + r[None, :]
-        else:
-            spot = (column + r).to(tl.int64)[None, :] * matrix_row + col[:, None]
-        acc = tl.dot(x, tl.load(matrix_ptr + spot, mask=known, other=0.0), acc, input_precision="ieee")
-        if OF_B:
-            db = tl.dot(tl.trans(x), scaled, input_precision="ieee")
-            spot = (offset + col).to(tl.int64)[:, None] * db_row + column - first + r[None, :]
-            tl.atomic_add(db_ptr + spot, db, mask=known, sem="relaxed")
-    tl.store(s_rows + column + r[None, :], acc.to(dtype), mask=own)
-    if not OF_B:
-        scale = tl.load(scale_ptr + column + r, mask=r < rank, other=0.0)
-        tl.store(scaled_rows + column + r[None, :], (acc * scale[None, :]).to(dtype), mask=own)
-    if skip == 0:
-        for start in range(first, last, CLEARED):
-            c = start + tl.arange(0, CLEARED)
-            other = (row[:, None] < end) & ((c < last) & ((c < column) | (c >= column + rank)))[None, :]
-            tl.store(s_rows + c[None, :], tl.zeros((BM, CLEARED), dtype), mask=other)
-            if not OF_B:
-                tl.store(scaled_rows + c[None, :], tl.zeros((BM, CLEARED), dtype), mask=other)
+        inside = (row[:, None] < end) & (col[None, :] < k)
+        x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=inside, other=0.0)
+        spot = column.to(tl.int64)[None, :] * a_row + col[:, None]
+        a = tl.load(a_ptr + spot, mask=(col[:, None] < k) & known[None, :], other=0.0)
+        acc = tl.dot(x, a, acc, input_precision="ieee")
+    store_own(
+        s_ptr + row[:, None] * s_row, scaled_ptr + row[:, None] * scaled_row, scale_ptr, acc, row[:, None] < end,
+        column, known, job_ptr, job, jobs, linear, first, tl.where(skip == 0, last, first),
+        True, LINEARS, ALIGNED, BM, CLEARED,
+    )  # fmt: skip
 
 
 @kernel
@@ -130,15 +159,12 @@ def _own_a_kernel(
 ):  # fmt: skip
     """STEPS · BM rows of one job times BN columns of X, for one linear. Behind a norm X is not made again: rstd goes to
     the narrow dS, and the norm's weight to the sum."""
-    linear, program = tl.program_id(0), program_ptr + 4 * tl.program_id(1)
-    begin, end, job = tl.load(program), tl.load(program + 1), tl.load(program + 2)
-    place = job_ptr + 2 * (linear * jobs + job)
-    column, rank = tl.load(place), tl.load(place + 1)
-    if ALIGNED:
-        column, rank = tl.multiple_of(column, 8), tl.multiple_of(rank, 8)
+    linear = tl.program_id(0)
+    begin, end, job = rows_of(program_ptr, tl.program_id(1), 0, STEPS * BM, True)
+    column, rank, _ = place_of(job_ptr, linear * jobs + job, ALIGNED)
     col, r = tl.program_id(2) * BN + tl.arange(0, BN), skip + tl.arange(0, R)
     acc = tl.zeros((BN, R), tl.float32)
-    for i in range(STEPS):
+    for i in range(tl.minimum(STEPS, tl.cdiv(end - begin, BM))):
         row = (begin + i * BM + tl.arange(0, BM)).to(tl.int64)
         known = row[:, None] < end
         x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=known & (col[None, :] < k), other=0.0)
@@ -159,109 +185,58 @@ def takes(adapters: torch.Tensor, wide: torch.Tensor) -> bool:
     return adapters.dtype == wide.dtype and tensor_cores(wide, adapters)
 
 
-def own_s(
-    x: torch.Tensor, a: torch.Tensor, own: OwnColumns, rows: JobRows, out: torch.Tensor, scaled_s: ScaledS,
-    tile: str = "own",
-) -> None:  # fmt: skip
-    """S of x (M, K) and a (p, K) into the linears' columns of out (M, p), and sS beside it. tile: a key of TILES.
-    Raises ValueError where the shapes do not fit."""
+def own_s(x: torch.Tensor, a: torch.Tensor, own: Own, out: torch.Tensor, scaled_s: ScaledS, tile: str = "own") -> None:
+    """S of x (M, K) and a (p, K) into the linears' columns of out (M, p), and sS beside it. tile: a key of TILES; needs
+    `takes`. Raises ValueError where the shapes do not fit."""
+    columns, jobs = own.columns, own.columns.jobs
     check(x.shape[1] == a.shape[1] and len(a) == out.shape[1], "X, A and S do not fit", x=x, a=a, s=out)
-    if _fit(x, a, own, rows, out, scaled_s.out):
-        _launch(x, a, own, rows, out, scaled_s.out, scaled_s.scales, None, tile)
-        return
-    for linear in own.linears:
-        out[:, linear.columns] = scaled_s.out[:, linear.columns] = 0
-    for _, where, columns in own.each(rows):
-        where = where.to(x.device)
-        s = x[where] @ a[columns].t()
-        out[where, columns] = s
-        scaled_s.out[where, columns] = (s * scaled_s.scales[columns]).to(s.dtype)
-
-
-def own_ds_and_db(
-    dy: torch.Tensor, sb: torch.Tensor, own: OwnColumns, rows: JobRows, out: torch.Tensor, scaled_s: torch.Tensor,
-    db: torch.Tensor, tile: str = "own",
-) -> None:  # fmt: skip
-    """dS of dy (M, N) and sb (N, p) into the linears' columns of out (M, p). dB of sS (M, p) is added to db (N, ≥ a
-    linear's columns), float32: in a linear's rows its own columns, from the first one on. As `own_s`."""
-    fits = dy.shape[1] == len(sb) == len(db) == own.n and sb.shape[1] == out.shape[1]
-    check(fits, f"dY, sB, dS and dB do not fit {own.n} columns", dy=dy, sb=sb, ds=out, db=db)
-    widest = max(c + rank - linear.columns.start for linear in own.linears for c, rank in linear.jobs if rank)
-    check(db.shape[1] >= widest, f"dB has no room for {widest} columns", db=db)
-    if _fit(dy, sb, own, rows, out, scaled_s):
-        _launch(dy, sb, own, rows, out, scaled_s, scaled_s, db, tile)
-        return
-    for linear in own.linears:
-        out[:, linear.columns] = 0
-    for linear, where, columns in own.each(rows):
-        where = where.to(dy.device)
-        part = dy[where, linear.rows]
-        out[where, columns] = part @ sb[linear.rows, columns]
-        into = db[linear.rows, columns.start - linear.columns.start : columns.stop - linear.columns.start]
-        into += part.t() @ scaled_s[where, columns]
+    check(out.shape == scaled_s.out.shape, "S and sS do not fit", s=out, scaled_s=scaled_s.out)
+    check_own(own, x, out)
+    bm, bn, warps, stages = TILES[tile]
+    programs = own.rows.programs(bm)
+    for skip in range(0, max(1, columns.rank), MAX_FUSED_RANK):
+        rank = rank_tile(min(columns.rank - skip, MAX_FUSED_RANK))
+        for linear in range(0, len(columns.linears), MAX_FUSED_RANK // rank):
+            part = columns.linears[linear : linear + MAX_FUSED_RANK // rank]
+            _own_s_kernel[(len(programs),)](
+                x, programs, columns.of_jobs, a, out, scaled_s.out, scaled_s.scales,
+                x.shape[1], jobs, linear, part[0].columns.start, part[-1].columns.stop, skip,
+                x.stride(0), a.stride(0), out.stride(0), scaled_s.out.stride(0),
+                LINEARS=len(part), ALIGNED=columns.aligned, BM=bm, BN=bn, RANK=rank,
+                R=next_power_of_2(rank * len(part)), CLEARED=CLEARED,
+                num_warps=warps, num_stages=stages_of(x, stages),
+            )  # fmt: skip
 
 
 def own_a_gradients(
-    x: torch.Tensor, ds: torch.Tensor, own: OwnColumns, rows: JobRows, da: torch.Tensor, tile: str = "own",
+    x: torch.Tensor, ds: torch.Tensor, own: Own, da: torch.Tensor, tile: str = "own",
     factors: NormFactors | None = None,
 ) -> None:  # fmt: skip
     """dA of x (M, K) in any dtype and dS (M, p) is added to da (≥ the jobs' columns, K), float32. factors: of the norm
-    whose input x is, where its output is meant. tile: a key of A_TILES. Raises ValueError where the shapes do not
-    fit."""
-    last = max(column + rank for column, rank in own.places)
+    whose input x is, where its output is meant. tile: a key of A_TILES; needs `takes` of ds. Raises ValueError where
+    the shapes do not fit."""
+    columns = own.columns
+    last = max(column + rank for column, rank, _ in columns.places)
     check(da.shape[1] == x.shape[1] and last <= len(da), f"dA and X do not fit {last} columns of dS", da=da, x=x)
-    _check_rows(x, own, rows, ds)
-    if not takes(ds, ds) or not use_triton(x) or x.stride(1) != 1 or ds.stride(1) != 1:
-        weight = 1.0 if factors is None else factors.weight.to(da.dtype) + factors.norm.offset
-        for _, where, columns in own.each(rows):
-            where = where.to(x.device)
-            part = ds[where, columns]
-            part = part if factors is None else (part * factors.rstd[where, None]).to(ds.dtype)
-            da[columns] += part.t() @ x[where].to(ds.dtype) * weight
-        return
+    check_own(own, x, ds)
     bm, bn, warps, stages, steps = A_TILES[tile]
-    programs = rows.programs(bm * steps)
+    programs = own.rows.programs(bm * steps)
     rstd, weight, offset = (x, x, 0.0) if factors is None else (factors.rstd, factors.weight, factors.norm.offset)
-    for skip in range(0, own.rank, MAX_COLUMNS):
-        _own_a_kernel[(len(own.linears), programs.shape[0], cdiv(x.shape[1], bn))](
-            x, weight, rstd, programs, own.of_jobs, ds, da, x.shape[1], own.jobs, skip,
+    for skip in range(0, columns.rank, MAX_FUSED_RANK):
+        _own_a_kernel[(len(columns.linears), len(programs), cdiv(x.shape[1], bn))](
+            x, weight, rstd, programs, columns.of_jobs, ds, da, x.shape[1], columns.jobs, skip,
             x.stride(0), ds.stride(0), da.stride(0), offset,
-            NORM=factors is not None, ALIGNED=own.aligned, STEPS=steps, BM=bm, BN=bn,
-            R=rank_tile(min(own.rank - skip, MAX_COLUMNS)),
+            NORM=factors is not None, ALIGNED=columns.aligned, STEPS=steps, BM=bm, BN=bn,
+            R=rank_tile(min(columns.rank - skip, MAX_FUSED_RANK)),
             num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
 
 
-def _check_rows(wide: torch.Tensor, own: OwnColumns, rows: JobRows, s: torch.Tensor) -> None:
+def check_own(own: Own, wide: torch.Tensor, s: torch.Tensor) -> None:
+    """Raises ValueError where the jobs' rows or columns are not those of wide (M, …) and S (M, p)."""
+    columns, rows = own
     check(len(wide) == len(s) == rows.rows, f"the jobs have {rows.rows} rows", wide=wide, s=s)
-    last = max(linear.columns.stop for linear in own.linears)
+    last = max(linear.columns.stop for linear in columns.linears)
     check(last <= s.shape[1], f"S has no {last} columns", s=s)
-    if rows.present and rows.present[-1] >= own.jobs:
-        raise ValueError(f"a row is of job {rows.present[-1]}; expected one of the {own.jobs} from 0")
-
-
-def _fit(
-    wide: torch.Tensor, adapters: torch.Tensor, own: OwnColumns, rows: JobRows, s: torch.Tensor, scaled_s: torch.Tensor
-) -> bool:
-    """Whether the kernel takes them. Raises ValueError where nothing does."""
-    _check_rows(wide, own, rows, s)
-    check(s.shape == scaled_s.shape, "S and sS do not fit", s=s, scaled_s=scaled_s)
-    alike = all(t.dtype == wide.dtype and t.stride(1) == 1 for t in (adapters, s, scaled_s))
-    return alike and wide.stride(1) == 1 and takes(adapters, wide)
-
-
-def _launch(
-    wide: torch.Tensor, adapters: torch.Tensor, own: OwnColumns, rows: JobRows, s: torch.Tensor,
-    scaled_s: torch.Tensor, scales: torch.Tensor, db: torch.Tensor | None, tile: str,
-) -> None:  # fmt: skip
-    bm, bn, warps, stages = TILES[tile]
-    programs, grad = rows.programs(bm), scales if db is None else db
-    for skip in range(0, own.rank, MAX_COLUMNS):
-        _own_columns_kernel[(len(own.linears), programs.shape[0])](
-            wide, programs, own.of_linears, own.of_jobs, adapters, s, scaled_s, scales, grad,
-            wide.shape[1], own.jobs, skip,
-            wide.stride(0), adapters.stride(0), s.stride(0), scaled_s.stride(0), grad.stride(0),
-            OF_B=db is not None, ALIGNED=own.aligned, BM=bm, BN=bn,
-            R=rank_tile(min(own.rank - skip, MAX_COLUMNS)), CLEARED=CLEARED,
-            num_warps=warps, num_stages=stages_of(wide, stages),
-        )  # fmt: skip
+    if rows.present and rows.present[-1] >= columns.jobs:
+        raise ValueError(f"a row is of job {rows.present[-1]}; expected one of the {columns.jobs} from 0")
