@@ -54,6 +54,16 @@ class LinearColumns(NamedTuple):
     jobs: Sequence[tuple[int, int]]
 
 
+class Launch(NamedTuple):
+    """Of one launch: the first of its linears and their number, and of each the columns of a job that it makes, at most
+    `rank` from `skip` on."""
+
+    linear: int
+    linears: int
+    skip: int
+    rank: int
+
+
 class OwnColumns:
     """Whose columns of S are whose, as kernels find it on the device. linears: in order, with as many jobs each."""
 
@@ -65,6 +75,14 @@ class OwnColumns:
         self.of_jobs = table(self.places, torch.int32, device)
         ends = (end for own in linears for end in (own.columns.start, own.columns.stop))
         self.aligned = in_units((*ends, *(i for place in self.places for i in place)), ())
+
+    def launches(self) -> Iterator[Launch]:
+        """As many linears at once as registers have columns for."""
+        for skip in range(0, max(1, self.rank), MAX_FUSED_RANK):
+            rank = rank_tile(min(self.rank - skip, MAX_FUSED_RANK))
+            count = MAX_FUSED_RANK // rank
+            for linear in range(0, len(self.linears), count):
+                yield Launch(linear, min(count, len(self.linears) - linear), skip, rank)
 
     def each(self, rows: JobRows) -> Iterator[tuple[LinearColumns, torch.Tensor, slice]]:
         """For each linear and job that has rows and an adapter: the numbers of its rows and its columns."""
@@ -90,6 +108,24 @@ def place_of(job_ptr, number, ALIGNED: tl.constexpr):
     if ALIGNED:  # only then are loads and stores of several elements, and loads copied ahead
         column, rank, inner = tl.multiple_of(column, 8), tl.multiple_of(rank, 8), tl.multiple_of(inner, 8)
     return column, rank, inner
+
+
+@jit
+def columns_of(
+    job_ptr, job, jobs, linear, skip, LINEARS: tl.constexpr, ALIGNED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """(columns (R,), which of them are known (R,)) of a job: of the LINEARS from `linear` on each one's RANK columns
+    from `skip` on, side by side."""
+    r, i = tl.arange(0, R) % RANK, tl.arange(0, R) // RANK
+    place = job_ptr + 3 * ((linear + i) * jobs + job)
+    rank = tl.load(place + 1, mask=i < LINEARS, other=0)
+    column = tl.load(place, mask=i < LINEARS, other=0) + skip + r
+    if ALIGNED:
+        known = skip + tl.arange(0, R) // 8 * 8 % RANK < tl.max_constancy(rank, 8)
+        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+    else:
+        known = skip + r < rank
+    return column, known
 
 
 @jit
@@ -123,19 +159,11 @@ def _own_s_kernel(
     LINEARS: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr,
     R: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of one job for the LINEARS from `linear` on, whose columns are those from `first` to `last`: of each the
-    RANK columns from `skip` on, side by side in R; zeros come with the first of them."""
+    """BM rows of one job for the `columns_of` the LINEARS, whose columns are those from `first` to `last`; zeros come
+    with the first ones of each."""
     begin, end, job = rows_of(program_ptr, tl.program_id(0), 0, BM, True)
     row = (begin + tl.arange(0, BM)).to(tl.int64)
-    r, i = skip + tl.arange(0, R) % RANK, tl.arange(0, R) // RANK
-    place = job_ptr + 3 * ((linear + i) * jobs + job)
-    column = tl.load(place, mask=i < LINEARS, other=0)
-    rank = tl.load(place + 1, mask=i < LINEARS, other=0)
-    known = r < rank
-    column += r
-    if ALIGNED:
-        known = skip + tl.arange(0, R) // 8 * 8 % RANK < tl.max_constancy(rank, 8)
-        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+    column, known = columns_of(job_ptr, job, jobs, linear, skip, LINEARS, ALIGNED, RANK, R)
     acc = tl.zeros((BM, R), tl.float32)
     for start in range(0, k, BN):
         col = start + tl.arange(0, BN)
@@ -153,31 +181,30 @@ def _own_s_kernel(
 
 @kernel
 def _own_a_kernel(
-    x_ptr, w_ptr, rstd_ptr, program_ptr, job_ptr, ds_ptr, da_ptr, k, jobs, skip, x_row, ds_row, da_row, offset,
-    NORM: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    R: tl.constexpr,
+    x_ptr, w_ptr, rstd_ptr, program_ptr, job_ptr, ds_ptr, da_ptr, k, jobs, linear, skip, x_row, ds_row, da_row, offset,
+    NORM: tl.constexpr, LINEARS: tl.constexpr, ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """STEPS · BM rows of one job times BN columns of X, for one linear. Behind a norm X is not made again: rstd goes to
-    the narrow dS, and the norm's weight to the sum."""
-    linear = tl.program_id(0)
+    """STEPS · BM rows of one job times BN columns of X, for the `columns_of` the LINEARS. Behind a norm X is not made
+    again: rstd goes to the narrow dS, and the norm's weight to the sum."""
     begin, end, job = rows_of(program_ptr, tl.program_id(1), 0, STEPS * BM, True)
-    column, rank, _ = place_of(job_ptr, linear * jobs + job, ALIGNED)
-    col, r = tl.program_id(2) * BN + tl.arange(0, BN), skip + tl.arange(0, R)
+    column, mine = columns_of(job_ptr, job, jobs, linear, skip, LINEARS, ALIGNED, RANK, R)
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN, R), tl.float32)
     for i in range(tl.minimum(STEPS, tl.cdiv(end - begin, BM))):
         row = (begin + i * BM + tl.arange(0, BM)).to(tl.int64)
         known = row[:, None] < end
         x = tl.load(x_ptr + row[:, None] * x_row + col[None, :], mask=known & (col[None, :] < k), other=0.0)
-        spot = ds_ptr + row[:, None] * ds_row + column + r[None, :]
-        ds = tl.load(spot, mask=known & (r[None, :] < rank), other=0.0)
+        spot = ds_ptr + row[:, None] * ds_row + column[None, :]
+        ds = tl.load(spot, mask=known & mine[None, :], other=0.0)
         if NORM:
             rstd = tl.load(rstd_ptr + row, mask=row < end, other=0.0)
             ds = (ds.to(tl.float32) * rstd[:, None]).to(ds_ptr.dtype.element_ty)
         acc = tl.dot(tl.trans(x.to(ds_ptr.dtype.element_ty)), ds, acc, input_precision="ieee")
     if NORM:
         acc *= (tl.load(w_ptr + col, mask=col < k, other=0.0).to(tl.float32) + offset)[:, None]
-    spot = da_ptr + (column + r).to(tl.int64)[None, :] * da_row + col[:, None]
-    tl.atomic_add(spot, acc, mask=(col[:, None] < k) & (r[None, :] < rank), sem="relaxed")
+    of_a = da_ptr + column.to(tl.int64)[None, :] * da_row + col[:, None]
+    tl.atomic_add(of_a, acc, mask=(col[:, None] < k) & mine[None, :], sem="relaxed")
 
 
 def takes(adapters: torch.Tensor, wide: torch.Tensor) -> bool:
@@ -194,18 +221,16 @@ def own_s(x: torch.Tensor, a: torch.Tensor, own: Own, out: torch.Tensor, scaled_
     check_own(own, x, out)
     bm, bn, warps, stages = TILES[tile]
     programs = own.rows.programs(bm)
-    for skip in range(0, max(1, columns.rank), MAX_FUSED_RANK):
-        rank = rank_tile(min(columns.rank - skip, MAX_FUSED_RANK))
-        for linear in range(0, len(columns.linears), MAX_FUSED_RANK // rank):
-            part = columns.linears[linear : linear + MAX_FUSED_RANK // rank]
-            _own_s_kernel[(len(programs),)](
-                x, programs, columns.of_jobs, a, out, scaled_s.out, scaled_s.scales,
-                x.shape[1], jobs, linear, part[0].columns.start, part[-1].columns.stop, skip,
-                x.stride(0), a.stride(0), out.stride(0), scaled_s.out.stride(0),
-                LINEARS=len(part), ALIGNED=columns.aligned, BM=bm, BN=bn, RANK=rank,
-                R=next_power_of_2(rank * len(part)), CLEARED=CLEARED,
-                num_warps=warps, num_stages=stages_of(x, stages),
-            )  # fmt: skip
+    for launch in columns.launches():
+        part = columns.linears[launch.linear : launch.linear + launch.linears]
+        _own_s_kernel[(len(programs),)](
+            x, programs, columns.of_jobs, a, out, scaled_s.out, scaled_s.scales,
+            x.shape[1], jobs, launch.linear, part[0].columns.start, part[-1].columns.stop, launch.skip,
+            x.stride(0), a.stride(0), out.stride(0), scaled_s.out.stride(0),
+            LINEARS=launch.linears, ALIGNED=columns.aligned, BM=bm, BN=bn, RANK=launch.rank,
+            R=next_power_of_2(launch.rank * launch.linears), CLEARED=CLEARED,
+            num_warps=warps, num_stages=stages_of(x, stages),
+        )  # fmt: skip
 
 
 def own_a_gradients(
@@ -222,12 +247,12 @@ def own_a_gradients(
     bm, bn, warps, stages, steps = A_TILES[tile]
     programs = own.rows.programs(bm * steps)
     rstd, weight, offset = (x, x, 0.0) if factors is None else (factors.rstd, factors.weight, factors.norm.offset)
-    for skip in range(0, columns.rank, MAX_FUSED_RANK):
-        _own_a_kernel[(len(columns.linears), len(programs), cdiv(x.shape[1], bn))](
-            x, weight, rstd, programs, columns.of_jobs, ds, da, x.shape[1], columns.jobs, skip,
+    for launch in columns.launches():
+        _own_a_kernel[(cdiv(x.shape[1], bn), len(programs))](
+            x, weight, rstd, programs, columns.of_jobs, ds, da, x.shape[1], columns.jobs, launch.linear, launch.skip,
             x.stride(0), ds.stride(0), da.stride(0), offset,
-            NORM=factors is not None, ALIGNED=columns.aligned, STEPS=steps, BM=bm, BN=bn,
-            R=rank_tile(min(columns.rank - skip, MAX_FUSED_RANK)),
+            NORM=factors is not None, LINEARS=launch.linears, ALIGNED=columns.aligned,
+            STEPS=steps, BM=bm, BN=bn, RANK=launch.rank, R=next_power_of_2(launch.rank * launch.linears),
             num_warps=warps, num_stages=stages_of(x, stages),
         )  # fmt: skip
 
