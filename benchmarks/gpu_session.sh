@@ -3,6 +3,8 @@
 #   bash benchmarks/gpu_session.sh SECONDS PACK     (in a checkout, beside which nothing else is needed)
 # .whl/ has the wheels that the machine lacks, .clone/ a clone of the commit to measure (git clone --no-checkout --depth 1).
 # .real/ may have archives (.tgz) of real text and a tokenizer, for jobs that name $REAL.
+# .more/ may have, in any call, archives (.whl, .tar.xz) of packages that are too large to travel with the others: they are
+# unpacked beside those, once each, before the call's lists are read.
 # .pack/ may have the PACK of a machine that was lost: what had ended there is not run again, and what had not goes on.
 # The first call on a machine installs both, then runs the lists of benchmarks/gpu_jobs by gpu_queue.sh, in the order of their names, which say how many
 # GPUs a job takes, with as many jobs beside each other as the machine has room for. Of four GPUs a list for two has the last two, and the list for one
@@ -12,12 +14,24 @@
 # Each ends after SECONDS or when all is done, and leaves folders and logs so far in PACK (a .tgz).
 set -u
 seconds=${1:?seconds}; pack=$(realpath -m "${2:?a file}"); here=$PWD; at=${AT:-/tmp/gpu_session}
-export PYTHONPATH=$at/site PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
+# The second folder is what a .pth file of nvidia-cutlass-dsl names, which Python reads in none but its own folders.
+export PYTHONPATH=$at/site:$at/site/nvidia_cutlass_dsl/dsl_packages PATH=$at/site/bin:$PATH HF_HUB_OFFLINE=1
 # Whoever starts the session may move real weights there while it runs, whole: what is not there yet is not passed over.
 export REAL=$at/real LORABENCH_GGUF=$at/real/SmolLM2-135M-Instruct.Q4_1.gguf
 unset PYTHONDONTWRITEBYTECODE  # or every worker process compiles each package that it imports
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 ends=$(($(date +%s) + seconds))
+unpack_more() {
+  local archive
+  mkdir -p "$at/more"
+  for archive in "$here"/.more/*; do
+    if [ ! -f "$archive" ] || ! mkdir "$at/more/$(basename "$archive")" 2> /dev/null; then continue; fi
+    python3 -c '
+import shutil, sys
+archive, site = sys.argv[1:]
+shutil.unpack_archive(archive, site, "zip" if archive.endswith(".whl") else None)' "$archive" "$at/site"
+  done
+}
 if [ ! -d "$at/src" ]; then
   mkdir -p "$at/out" "$REAL"
   for archive in "$here"/.real/*.tgz; do
@@ -25,6 +39,7 @@ if [ ! -d "$at/src" ]; then
   done
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$at/site" "$here"/.whl/*.whl
   python3 -m compileall -q -j 0 "$at/site" "$(python3 -c 'import torch; print(torch.__path__[0] + "/..")')" > /dev/null 2>&1
+  unpack_more
   git clone -q "file://$here/.clone" "$at/src" && cd "$at/src" || exit 3
   python3 -m pip install -q --no-index --no-deps --no-build-isolation -e ./kernels -e .
   mkdir -p "$at/seen"
@@ -53,6 +68,7 @@ if [ ! -d "$at/src" ]; then
     wait
     touch "$at/done"' _ "$at" > /dev/null 2>&1 < /dev/null &
 else
+  unpack_more
   own=$(git -C "$at/src" rev-parse HEAD 2> /dev/null) now=$(git -C "$here/.clone" rev-parse HEAD 2> /dev/null) src=$at/src-$now there=
   if [ "$own" != "$now" ]; then
     if [ ! -d "$src" ] && git clone -q "file://$here/.clone" "$src"; then

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,32 @@ def test_a_fresh_machine_goes_on_where_a_lost_one_was(tmp_path):
     assert "third 9" in (at / "3_one_gpu.txt").read_text() and "first ended with 0" not in again.stdout, (
         "it goes on here"
     )
+
+
+@pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
+def test_a_call_brings_packages_that_are_too_large_for_the_first_one(tmp_path):
+    here, site = tmp_path / "here", tmp_path / "at/site"
+    for folder in (
+        here / ".whl",
+        here / ".more",
+        here / "benchmarks/gpu_jobs",
+        site / "both",
+        tmp_path / "source",
+        tmp_path / "a/both",
+    ):
+        folder.mkdir(parents=True)
+    (site / "both/own.py").write_text("")
+    (tmp_path / "a/both/more.py").write_text("")
+    python = f'[ "$1" != -c ] || exec {sys.executable} "$@"; exit 0'
+    env = stubbed(tmp_path, **MACHINE | {"python3": python}, git=f"cp -r {tmp_path}/source $4")
+    for form, name in (("zip", "both-1.whl"), ("xztar", "libraries.tar.xz")):
+        made = shutil.make_archive(str(tmp_path / form), form, tmp_path / "a")
+        shutil.move(made, here / ".more" / name)
+        call(tmp_path, env, 5)
+        assert {path.name for path in (site / "both").iterdir()} == {"own.py", "more.py"}
+        (site / "both/more.py").unlink()
+    call(tmp_path, env, 5)
+    assert not (site / "both/more.py").exists(), "each is unpacked once"
 
 
 @pytest.mark.skipif(not shutil.which("setsid"), reason="needs setsid")
