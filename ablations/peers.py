@@ -49,7 +49,7 @@ INSTALL = {
 SAME_SITES = "both patch the same sites"
 ATTENTION = (  # every one but SDPA, which is the reference's
     "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "sdpa_cudnn",
-    "sdpa_efficient", "sdpa_flash", "sdpa_math", "varlen", "xformers",
+    "sdpa_efficient", "sdpa_flash", "sdpa_math", "varlen", "varlen_cudnn", "xformers",
 )  # fmt: skip
 AXOLOTL_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))
 UNSLOTH_FAMILIES = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"))

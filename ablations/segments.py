@@ -119,6 +119,21 @@ def torch_varlen(
     return out
 
 
+def cudnn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int, **kwargs: Any
+) -> Tensor:
+    """cuDNN's, which takes grouped queries as they are and knows no window."""
+    if 0 <= window < longest - 1:
+        raise Unsupported("cuDNN's attention over segments has no sliding window; take varlen")
+    attend = torch.ops.aten._cudnn_attention_forward
+    try:
+        return attend(q, k, v, None, cu, cu, longest, longest, True, 0.0, True, False, scale=scale)[0]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise Unsupported(f"cuDNN's attention over segments refuses this: {str(error).splitlines()[0]}") from None
+
+
 def xformers_mask(batch: Batch) -> Batch:
     """The batch with xformers' own mask, which wants the lengths on the host."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
@@ -144,7 +159,7 @@ def xformers_varlen(
     return memory_efficient_attention(q[None], k[None], v[None], attn_bias=block_diagonal, scale=scale)[0]
 
 
-KERNELS: dict[str, Kernel] = {"varlen": torch_varlen, "xformers": xformers_varlen}
+KERNELS: dict[str, Kernel] = {"varlen": torch_varlen, "varlen_cudnn": cudnn_varlen, "xformers": xformers_varlen}
 
 
 def register(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Slot `attention`, over segments in place of a mask: torch's varlen kernel, and xformers."""
+"""Slot `attention`, over segments in place of a mask: torch's varlen kernel, cuDNN's, and xformers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ class Varlen(Segmented):
     summary: ClassVar[str] = "torch.nn.attention.varlen: FlashAttention-2 over segments, no package needed"
     requires: ClassVar[Requires] = RequiresSupport(**CUDA)
     operators: ClassVar[tuple[str, ...]] = ("torch_attn::_varlen_attn",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenCudnn(Segmented):
+    """cuDNN's attention, which on a Hopper GPU is the fastest over dense rows, by the operator that torch has for its
+    nested tensors. It builds a plan for each number of segments and each longest one, and keeps it."""
+
+    name: ClassVar[str] = "varlen_cudnn"
+    summary: ClassVar[str] = "cuDNN's attention over segments, no package needed"
+    requires: ClassVar[Requires] = RequiresSupport(**CUDA)
+    operators: ClassVar[tuple[str, ...]] = ("aten::_cudnn_attention_forward",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,17 @@ def xformers(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-NAMES = {"flash_attention_2": "flash", "varlen": "varlen", "xformers": "xformers"}
+@pytest.fixture
+def cudnn(monkeypatch):
+    def kernel(q, k, v, bias, cu, cu_k, longest, longest_k, sums, dropout, causal, mask, *, scale):
+        assert (bias, sums, dropout, causal, mask) == (None, True, 0.0, True, False) and cu is cu_k
+        assert longest == longest_k == int(cu.diff().max()) and cu.dtype == torch.int32
+        return attend("aten::_cudnn_attention_forward", q, k, v, cu, scale), None
+
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", kernel)
+
+
+NAMES = {"flash_attention_2": "flash", "varlen": "varlen", "varlen_cudnn": "cudnn", "xformers": "xformers"}
 
 
 def evidence(name, *others, **kwargs):
@@ -141,7 +151,7 @@ def test_a_row_comes_with_its_samples_so_that_no_layer_waits_for_the_device(feed
     assert waits() >= given + LAYERS and given <= 2
 
 
-@pytest.mark.parametrize("name", ["varlen", "xformers"])
+@pytest.mark.parametrize("name", ["varlen", "varlen_cudnn", "xformers"])
 def test_padding_is_not_attended_to_even_by_whom_nobody_collated_for(name, request):
     request.getfixturevalue(NAMES[name])
     model, plain = (arm(n, workload=UNEQUAL).model for n in (name, "sdpa"))
@@ -213,6 +223,7 @@ class Hopper:
         ("xformers", "needs the package xformers, which is not installed: pip install"),
         ("flex_attention", None),
         ("varlen", None),
+        ("varlen_cudnn", None),
     ],
 )
 def test_what_is_missing_is_said_before_a_start(name, says, monkeypatch):
@@ -229,7 +240,7 @@ def test_what_is_missing_is_said_before_a_start(name, says, monkeypatch):
     assert "needs a CUDA device" in refusal(cell, older)[1]
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "varlen", "xformers", "sdpa"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "varlen", "varlen_cudnn", "xformers", "sdpa"])
 def test_a_family_that_caps_its_scores_is_told_apart(name):
     model = cells("models=[tiny-gemma2]", "reference=[eager]")[0].model
     reason = registry.ablation_class(name).requires.unmet_by(model)
@@ -252,6 +263,21 @@ def test_an_older_varlen_attn_gets_repeated_heads_and_no_window(monkeypatch):
     torch.testing.assert_close(torch_varlen(q, k, v, cu, 4, None, -1), attend("plain", q, k, v, cu, None))
     with pytest.raises(Unsupported, match="no sliding window"):
         torch_varlen(q, k, v, cu, 4, None, 3)
+
+
+def test_cudnn_s_attention_over_segments_says_what_it_has_not(monkeypatch):
+    from lorabench_ablations.segments import cudnn_varlen
+
+    q, cu = torch.randn(7, 4, 8), torch.tensor([0, 3, 7])
+    with pytest.raises(Unsupported, match="no sliding window; take varlen"):
+        cudnn_varlen(q, q, q, cu, 4, None, 2)
+
+    def refuses(*given, scale):
+        raise RuntimeError("no plan\nand more")
+
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", refuses)
+    with pytest.raises(Unsupported, match=r"over segments refuses this: no plan$"):
+        cudnn_varlen(q, q, q, cu, 4, None, 3)
 
 
 def test_flex_is_known_by_the_kernels_that_inductor_makes_of_it():
