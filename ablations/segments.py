@@ -122,16 +122,21 @@ def torch_varlen(
 def cudnn_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int, **kwargs: Any
 ) -> Tensor:
-    """cuDNN's, which takes grouped queries as they are and knows no window."""
+    """cuDNN's, which takes grouped queries as they are and knows no window. Nobody says that it takes rows which do not
+    follow one another, as those of q in merged projections and of gradients with spare columns."""
     if 0 <= window < longest - 1:
         raise Unsupported("cuDNN's attention over segments has no sliding window; take varlen")
     attend = torch.ops.aten._cudnn_attention_forward
+    q, k, v = (x.contiguous() for x in (q, k, v))
     try:
-        return attend(q, k, v, None, cu, cu, longest, longest, True, 0.0, True, False, scale=scale)[0]
+        out = attend(q, k, v, None, cu, cu, longest, longest, True, 0.0, True, False, scale=scale)[0]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise Unsupported(f"cuDNN's attention over segments refuses this: {str(error).splitlines()[0]}") from None
+    if out.requires_grad:
+        out.register_hook(torch.Tensor.contiguous)
+    return out
 
 
 def xformers_mask(batch: Batch) -> Batch:

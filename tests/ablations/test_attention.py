@@ -94,7 +94,18 @@ def cudnn(monkeypatch):
     def kernel(q, k, v, bias, cu, cu_k, longest, longest_k, sums, dropout, causal, mask, *, scale):
         assert (bias, sums, dropout, causal, mask) == (None, True, 0.0, True, False) and cu is cu_k
         assert longest == longest_k == int(cu.diff().max()) and cu.dtype == torch.int32
-        return attend("aten::_cudnn_attention_forward", q, k, v, cu, scale), None
+        assert all(x.is_contiguous() for x in (q, k, v))
+        return Whole.apply(attend("aten::_cudnn_attention_forward", q, k, v, cu, scale)), None
+
+    class Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert grad.is_contiguous()
+            return grad
 
     monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", kernel)
 
@@ -263,6 +274,16 @@ def test_an_older_varlen_attn_gets_repeated_heads_and_no_window(monkeypatch):
     torch.testing.assert_close(torch_varlen(q, k, v, cu, 4, None, -1), attend("plain", q, k, v, cu, None))
     with pytest.raises(Unsupported, match="no sliding window"):
         torch_varlen(q, k, v, cu, 4, None, 3)
+
+
+def test_cudnn_s_attention_over_segments_gets_rows_that_follow_one_another(cudnn):
+    from lorabench_ablations.segments import cudnn_varlen
+
+    wide, cu = torch.randn(7, 12, 8, requires_grad=True), torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = wide.split([4, 4, 4], 1)
+    out = cudnn_varlen(q, k, v, cu, 4, None, -1)
+    out.backward(torch.randn(7, 9, 8)[:, :4])
+    torch.testing.assert_close(out, attend("plain", q, k, v, cu, None))
 
 
 def test_cudnn_s_attention_over_segments_says_what_it_has_not(monkeypatch):
