@@ -79,6 +79,18 @@ def test_torch_compile_counts_its_graphs():
     assert toggle.notes(found)["torch_compile"]["graphs"] >= 1
 
 
+@pytest.mark.exhaustive
+def test_layers_are_compiled_once_for_those_that_are_alike():
+    toggle, found = evidence("torch_compile_layers")["torch_compile_layers"]
+    assert toggle.audit(found) == LAYERS
+    made = toggle.notes(found)["torch_compile_layers"]
+    assert made == {"layers": LAYERS, "graphs": 2, "graph_breaks": 0}, "the first layer's input has no gradient"
+    found.arm.model.get_base_model().model.layers[-1]._compiled_call_impl = None
+    _, fewer = traced(lambda: run_trial(found.arm))
+    with pytest.raises(NotApplied, match=f"ran {LAYERS - 1} times; layers run {LAYERS} times"):
+        toggle.audit(Evidence(found.arm, found.arm.patched[toggle.name], fewer))
+
+
 def test_a_toggle_that_patches_nothing_has_to_say_how_it_engaged():
     from lorabench.contract.ablation import Ablation
 

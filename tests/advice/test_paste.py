@@ -106,6 +106,7 @@ def engaged(name, trainer):
         "group_by_length": lambda: "LengthGrouped" in type(trainer._get_train_sampler()).__name__,
         "padding": lambda: next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2,
         "torch_compile": lambda: arguments.torch_compile,
+        "torch_compile_layers": lambda: all(layer._compiled_call_impl for layer in base.model.layers),
         "gradient_accumulation": lambda: arguments.gradient_accumulation_steps == 2,
         "load_in_8bit": lambda: sum(type(m).__module__.startswith("bitsandbytes.") for m in model.modules()) == 21,
         "neftune": lambda: arguments.neftune_noise_alpha == 5,
@@ -113,7 +114,7 @@ def engaged(name, trainer):
     return found[name]()
 
 
-SLOW = ("torch_compile", "nf4_base")
+SLOW = ("torch_compile", "torch_compile_layers", "nf4_base")
 
 
 @pytest.mark.parametrize(
