@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,18 +32,18 @@ class TorchCompile(Ablation):
             raise ValueError(f"mode {self.mode!r}: expected one of {', '.join(modes)}")
 
     def step(self, step: Step) -> Step:
+        self.compile([step.model])
+        return step
+
+    def compile(self, modules: Iterable[Any]) -> None:
+        """Each of them by itself."""
         import torch
 
         if not torch.cuda.is_available() and not has_compiler():
             raise Unsupported("torch_compile needs a C++ compiler on a CPU: install g++ or clang")
         torch._dynamo.utils.counters.clear()
-        for module in self.compiled(step.model):
+        for module in modules:
             module.compile(mode=None if self.mode == "default" else self.mode, dynamic=False, fullgraph=self.fullgraph)
-        return step
-
-    def compiled(self, model: Any) -> Iterable[Any]:
-        """The modules that are compiled, each by itself."""
-        return [model]
 
     def audit(self, evidence: Evidence) -> int:
         """Graphs that ran, not those compiled: a model of two layers runs what the gate's had compiled."""
@@ -71,14 +71,22 @@ class TorchCompileLayers(TorchCompile):
     summary: ClassVar[str] = "torch.compile of each decoder layer by itself, which compiles one of them"
     slow_start: ClassVar[bool] = False
 
-    def compiled(self, model: Any) -> Iterable[Any]:
+    def patch(self, model: Any) -> int:
+        layers = self._layers(model)
+        self.compile(layers)
+        return len(layers)
+
+    def step(self, step: Step) -> Step:
+        return step
+
+    def _layers(self, model: Any) -> Sequence[Any]:
         from lorabench.plan.architecture import decoder_layers
 
         return decoder_layers(model)
 
     def audit(self, evidence: Evidence) -> int:
         """Every layer of every batch has to have run as a graph: where they are not alike the compiler gives up."""
-        layers = len(list(self.compiled(evidence.arm.model)))
+        layers = len(self._layers(evidence.arm.model))
         expected = layers * len(evidence.arm.micro_batches)
         ran = sum(count for name, count in evidence.ops.items() if name.startswith(REGION))
         if ran < expected:
