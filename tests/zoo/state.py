@@ -509,7 +509,7 @@ class BurningThread(Burner):
 
         def run(self) -> None:
             while self.on.wait():
-                sum(range(10_000))
+                sum(range(100_000))
                 time.sleep(0.001)
 
         def burn(self, on: bool) -> None:
