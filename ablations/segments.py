@@ -130,10 +130,10 @@ def cudnn_varlen(
     q, k, v = (x.contiguous() for x in (q, k, v))
     try:
         out = attend(q, k, v, None, cu, cu, longest, longest, True, 0.0, True, False, scale=scale)[0]
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        raise Unsupported(f"cuDNN's attention over segments refuses this: {str(error).splitlines()[0]}") from None
+        if "cudnn" not in str(error).lower():
+            raise
+        raise Unsupported(f"cuDNN's attention over segments refuses this: {str(error).splitlines()[0]}") from error
     if out.requires_grad:
         out.register_hook(torch.Tensor.contiguous)
     return out

@@ -294,10 +294,14 @@ def test_cudnn_s_attention_over_segments_says_what_it_has_not(monkeypatch):
         cudnn_varlen(q, q, q, cu, 4, None, 2)
 
     def refuses(*given, scale):
-        raise RuntimeError("no plan\nand more")
+        raise RuntimeError(words)
 
     monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", refuses)
-    with pytest.raises(Unsupported, match=r"over segments refuses this: no plan$"):
+    words = "cuDNN Frontend error: no plan\nand more"
+    with pytest.raises(Unsupported, match=r"over segments refuses this: cuDNN Frontend error: no plan$"):
+        cudnn_varlen(q, q, q, cu, 4, None, 3)
+    words = "an illegal memory access"
+    with pytest.raises(RuntimeError, match="illegal"):
         cudnn_varlen(q, q, q, cu, 4, None, 3)
 
 

@@ -68,7 +68,7 @@ def own_columns_of(new: Any, rows: JobRows) -> None:
         for i in range(2):
             of_jobs = [(i * p, first), (i * p + first, 8)]
             columns = slice(i * p, (i + 1) * p)
-            pair.append(own_columns.LinearColumns(columns, slice(64 * i, 64 * i + 64), of_jobs))
+            pair.append(own_columns.LinearColumns(columns, of_jobs))
         two = own_columns.Own(own_columns.OwnColumns(pair, torch.device(DEVICE)), rows)
         one = own_columns.Own(own_columns.OwnColumns(pair[:1], torch.device(DEVICE)), rows)
         s, scaled_s = new(M, 2 * p), ScaledS(new(M, 2 * p), new(2 * p).float())

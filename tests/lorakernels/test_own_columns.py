@@ -1,6 +1,8 @@
 """Each row's own columns of S and dS, sS beside them, dB and dA, and the activation's forms with them: any runs, ranks
 and linears, against float32."""
 
+import itertools
+
 import pytest
 import torch
 from kernel_checks import DTYPES, assert_close, exhaustive, strided
@@ -29,24 +31,28 @@ RANKED = [RANKS, (8, 16, 8, 24), exhaustive((2, 70, 5, 130)), (0, 8, 3, 0)]
 
 def places(ranks, device, widths=WIDTHS):
     """Linears whose jobs lie side by side; a rank of 0: no adapter."""
-    linears, column, row = [], 0, 0
-    for i, width in enumerate(widths):
+    linears, column = [], 0
+    for i in range(len(widths)):
         jobs, first = [], column
         for rank in ranks:
             jobs.append((column, rank))
             column += rank
-        linears.append(
-            LinearColumns(slice(first, column + SPARE * (i == len(widths) - 1)), slice(row, row + width), jobs)
-        )
-        row += width
+        linears.append(LinearColumns(slice(first, column + SPARE * (i == len(widths) - 1)), jobs))
     return Own(OwnColumns(linears, torch.device(device)), JobRows(RUNS, device)), column + SPARE
+
+
+def with_rows(own, widths=WIDTHS):
+    """Each linear with its rows of sB, which are its columns of Y."""
+    ends = list(itertools.accumulate(widths))
+    return [(one, slice(end - width, end)) for one, width, end in zip(own.columns.linears, widths, ends, strict=True)]
 
 
 def keep(p, own, device):
     """(M, p): which columns are a row's own."""
     mask = torch.zeros(own.rows.rows, p, dtype=torch.bool)
-    for _, where, columns in own.columns.each(own.rows):
-        mask[where, columns] = True
+    for linear, job in itertools.product(own.columns.linears, own.rows.present):
+        column, rank = linear.jobs[job]
+        mask[own.rows.of(job), column : column + rank] = True
     return mask.to(device)
 
 
@@ -56,9 +62,9 @@ def inputs(ranks, dtype, device):
     x, dy, a, sb = (strided(torch.randn(*shape).to(device, dtype)) for shape in shapes)
     if not takes(a, x):
         pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
-    for linear in own.columns.linears:  # block-diagonal, as the operand has it
+    for linear, at in with_rows(own):  # block-diagonal, as the operand has it
         others = torch.ones(len(sb), dtype=torch.bool)
-        others[linear.rows] = False
+        others[at] = False
         sb[others, linear.columns] = 0
     return own, p, [x, dy, a, sb]
 
@@ -102,9 +108,9 @@ def test_ds_and_db_of_each_row_s_own_columns(device, ranks, dtype, tile):
     db = ds_and_db(dy, ds, AdapterColumns(sb, scaled_s, list(WIDTHS), total, own), tile)
     assert_close(ds, (dy.float() @ sb.float()).masked_fill(~mine, 0), dtype, 3)
     assert not ds[~mine].any()
-    for i, linear in enumerate(own.columns.linears):
+    for i, (_, at) in enumerate(with_rows(own)):
         columns = slice(i * total, (i + 1) * total)
-        assert_close(db[linear.rows], dy[:, linear.rows].float().t() @ scaled_s[:, columns].float(), torch.float32, 10)
+        assert_close(db[at], dy[:, at].float().t() @ scaled_s[:, columns].float(), torch.float32, 10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,8 +138,8 @@ def test_the_activation_with_each_row_s_own_columns(device, ranks, dtype):
         assert_close(scaled_s.out, wanted * scales, dtype, 4)
         assert not packed[:, n:][~mine].any() and not scaled_s.out[~mine].any()
     mine = keep(p, gate_up, device)
-    for linear in gate_up.columns.linears:
-        sb[linear.rows, linear.columns] = torch.randn(n, linear.columns.stop - linear.columns.start).to(device, dtype)
+    for linear, at in with_rows(gate_up, (n, n)):
+        sb[at, linear.columns] = torch.randn(n, linear.columns.stop - linear.columns.start).to(device, dtype)
     scaled_s = torch.randn(m, p).to(device, dtype).masked_fill(~mine, 0)
     ds = torch.randn(m, total).to(device, dtype).masked_fill(~keep(q, down, device)[:, :total], 0)
     parts = [(d * u * activation_slope(g, act)).to(dtype), (d * activation(g, act)).to(dtype)]
@@ -169,7 +175,7 @@ def test_da_behind_a_norm_is_made_of_what_the_norm_read(device, dtype, offset):
 def test_a_nan_stays_with_its_own_job(device, dtype):
     own, p, (x, dy, a, sb) = inputs(RANKS, dtype, device)
     one = own.rows.of(1).to(device)
-    theirs = [slice(jobs[1][0], sum(jobs[1])) for _, _, jobs in own.columns.linears]
+    theirs = [slice(jobs[1][0], sum(jobs[1])) for _, jobs in own.columns.linears]
     for columns in theirs:
         a[columns] = float("nan")
         sb[:, columns] = float("nan")
@@ -180,13 +186,13 @@ def test_a_nan_stays_with_its_own_job(device, dtype):
     own_s(x, a, own, s, scaled_s)
     db = ds_and_db(dy, ds, AdapterColumns(sb, scaled_s.out, list(WIDTHS), sum(RANKS), own), "one_read_small")
     own_a_gradients(x, ds, own, da)
-    for columns, linear in zip(theirs, own.columns.linears, strict=True):
+    for columns, (linear, at) in zip(theirs, with_rows(own), strict=True):
         for made in (s, scaled_s.out, ds):
             assert made[one, columns].isnan().all()
             made[one, columns] = 0
         assert da[columns].isnan().all()
         da[columns] = 0
-        of_b = db[linear.rows, columns.start - linear.columns.start : columns.stop - linear.columns.start]
+        of_b = db[at, columns.start - linear.columns.start : columns.stop - linear.columns.start]
         assert of_b.isnan().all()
         of_b.zero_()
     assert all(made.isfinite().all() for made in (s, scaled_s.out, ds, da, db))

@@ -56,6 +56,7 @@ class Projection(OperandBuffer):
         self.one_gemm = one_gemm and self.fp8 is None
         self._scales: tuple[tuple, torch.Tensor] | None = None  # of `new_scaled_s`, behind what they were made for
         self.slot = next((m for m in members if m.job is not None), None)  # which knows the jobs of the rows
+        self._last_job = max((m.job for m in members if m.job is not None), default=-1)
         self._job_of_column: torch.Tensor | None = None
         self._tables: dict[int, AdapterTables] = {}  # of `slots`, by linear
         self._own_columns: list[OwnColumns] = []  # the last one counts; a CUDA graph may read those before it
@@ -130,13 +131,13 @@ class Projection(OperandBuffer):
         count, known = self._job_count(), self._own_columns
         if not known or known[-1].jobs < count or known[-1].of_jobs.device != x.device:
             linears = []
-            for linear, (columns, of_y) in enumerate(zip(self.linear_columns, self.linear_rows, strict=True)):
+            for linear, columns in enumerate(self.linear_columns):
                 jobs = [(columns.start, 0)] * count
                 for m, j, own in zip(self.members, self.linear_of, self.columns, strict=True):
                     if j == linear and m.job is not None:
                         jobs[m.job] = own.start, own.stop - own.start
                 last = linear == len(self.linears) - 1  # whose columns are followed by the spare ones
-                linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, of_y, jobs))
+                linears.append(LinearColumns(slice(columns.start, self.p) if last else columns, jobs))
             known.append(OwnColumns(linears, x.device))
         jobs = self._jobs_of(x)
         self._columns_jobs(x.device)
@@ -171,7 +172,7 @@ class Projection(OperandBuffer):
     def _job_count(self) -> int:
         """Of the jobs that have a slot here or rows in the batch."""
         assert self.slot is not None and self.slot.jobs is not None
-        return 1 + max([*(m.job for m in self.members if m.job is not None), *self.slot.jobs.present])
+        return 1 + max([self._last_job, *self.slot.jobs.present[-1:]])  # asked several times a layer and step
 
     def release(self) -> None:
         super().release()

@@ -46,11 +46,10 @@ CLEARED = 64  # columns that become zero at once
 
 
 class LinearColumns(NamedTuple):
-    """One linear's part of S and of Y. columns: of S, those of its jobs and spare ones; rows: of sB, its columns of Y;
-    jobs: (first column, rank) of each job, a rank of 0 for one without an adapter here."""
+    """One linear's part of S. columns: those of its jobs and spare ones; jobs: (first column, rank) of each job, a rank
+    of 0 for one without an adapter here."""
 
     columns: slice
-    rows: slice
     jobs: Sequence[tuple[int, int]]
 
 
@@ -83,14 +82,6 @@ class OwnColumns:
             count = MAX_FUSED_RANK // rank
             for linear in range(0, len(self.linears), count):
                 yield Launch(linear, min(count, len(self.linears) - linear), skip, rank)
-
-    def each(self, rows: JobRows) -> Iterator[tuple[LinearColumns, torch.Tensor, slice]]:
-        """For each linear and job that has rows and an adapter: the numbers of its rows and its columns."""
-        for own in self.linears:
-            for job in rows.present:
-                column, rank = own.jobs[job]
-                if rank:
-                    yield own, rows.of(job), slice(column, column + rank)
 
 
 class Own(NamedTuple):
