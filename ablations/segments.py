@@ -9,6 +9,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -131,7 +132,7 @@ def cudnn_varlen(
     try:
         out = attend(q, k, v, None, cu, cu, longest, longest, True, 0.0, True, False, scale=scale)[0]
     except RuntimeError as error:
-        if "cudnn" not in str(error).lower():
+        if not re.search("cudnn|mha_graph", str(error).lower()):
             raise
         raise Unsupported(f"cuDNN's attention over segments refuses this: {str(error).splitlines()[0]}") from error
     if out.requires_grad:

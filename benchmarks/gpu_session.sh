@@ -29,7 +29,8 @@ unpack_more() {
     python3 -c '
 import shutil, sys
 archive, site = sys.argv[1:]
-shutil.unpack_archive(archive, site, "zip" if archive.endswith(".whl") else None)' "$archive" "$at/site"
+shutil.unpack_archive(archive, site, "zip" if archive.endswith(".whl") else None)' "$archive" "$at/site" ||
+      rmdir "$at/more/$(basename "$archive")"  # the next call tries it again
   done
 }
 if [ ! -d "$at/src" ]; then

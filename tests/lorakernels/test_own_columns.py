@@ -25,13 +25,16 @@ from lorakernels.runtime import TILES as FORWARD_TILES
 
 RUNS = [(1, 70), (0, 3), (3, 1), (1, 30)]  # job 2 has no rows, job 1 two runs
 K, WIDTHS, SPARE = 72, (128, 64), 4  # of two linears over one X; the second has spare columns behind it
+PAD = 3  # of X, dY and A behind each row, and of S on either side
+# As a model has them: whole units of eight throughout, and several tiles in each direction.
+LARGE = {"RUNS": [(1, 700), (0, 3), (3, 1), (1, 130)], "K": 1024, "WIDTHS": (512, 256), "SPARE": 8, "PAD": 16}
 RANKS = (3, 16, 8, 1)
 RANKED = [RANKS, (8, 16, 8, 24), exhaustive((2, 70, 5, 130)), (0, 8, 3, 0)]
 
 
-def places(ranks, device, widths=WIDTHS):
+def places(ranks, device, widths=None):
     """Linears whose jobs lie side by side; a rank of 0: no adapter."""
-    linears, column = [], 0
+    linears, column, widths = [], 0, widths or WIDTHS
     for i in range(len(widths)):
         jobs, first = [], column
         for rank in ranks:
@@ -41,8 +44,9 @@ def places(ranks, device, widths=WIDTHS):
     return Own(OwnColumns(linears, torch.device(device)), JobRows(RUNS, device)), column + SPARE
 
 
-def with_rows(own, widths=WIDTHS):
+def with_rows(own, widths=None):
     """Each linear with its rows of sB, which are its columns of Y."""
+    widths = widths or WIDTHS
     ends = list(itertools.accumulate(widths))
     return [(one, slice(end - width, end)) for one, width, end in zip(own.columns.linears, widths, ends, strict=True)]
 
@@ -59,7 +63,7 @@ def keep(p, own, device):
 def inputs(ranks, dtype, device):
     own, p = places(ranks, device)
     shapes = (own.rows.rows, K), (own.rows.rows, sum(WIDTHS)), (p, K), (sum(WIDTHS), p)
-    x, dy, a, sb = (strided(torch.randn(*shape).to(device, dtype)) for shape in shapes)
+    x, dy, a, sb = (strided(torch.randn(*shape).to(device, dtype), PAD) for shape in shapes)
     if not takes(a, x):
         pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
     for linear, at in with_rows(own):  # block-diagonal, as the operand has it
@@ -71,7 +75,7 @@ def inputs(ranks, dtype, device):
 
 def poisoned(m, p, dtype, device):
     """S behind X, and sS, each full of what must not stay."""
-    s = torch.full((m, 5 + p + 2), float("nan"), dtype=dtype, device=device)[:, 5 : 5 + p]
+    s = torch.full((m, PAD + p + PAD), float("nan"), dtype=dtype, device=device)[:, PAD : PAD + p]
     return s, ScaledS(torch.full((m, p), float("nan"), dtype=dtype, device=device), torch.rand(p, device=device) + 0.5)
 
 
@@ -121,7 +125,7 @@ def test_the_activation_with_each_row_s_own_columns(device, ranks, dtype):
     n, act, total = WIDTHS[0], "silu", sum(ranks)
     (gate_up, p), (down, q) = places(ranks, device, (n, n)), places(ranks, device, (K,))
     m = gate_up.rows.rows
-    gate, up, dh = (strided(torch.randn(m, n).to(device, dtype)) for _ in range(3))
+    gate, up, dh = (strided(torch.randn(m, n).to(device, dtype), PAD) for _ in range(3))
     a, sb = torch.randn(q, n).to(device, dtype), torch.zeros(2 * n, p, dtype=dtype, device=device)
     if not own_whole_fits(OwnOfMLP(gate_up, down), gate, [n] * 2, [n] * 2):
         pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
@@ -154,6 +158,22 @@ def test_the_activation_with_each_row_s_own_columns(device, ranks, dtype):
         for i, part in enumerate(parts):
             of_linear = scaled_s[:, i * total : (i + 1) * total].float()
             assert_close(db[i * n : (i + 1) * n], part.float().t() @ of_linear, dtype, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [(16,) * 8, (8, 16, 8, 24)], ids=str)
+def test_all_of_it_in_a_model_s_shapes(monkeypatch, ranks):
+    """Ten times: a race between a copy ahead and a product that still reads its buffer need not show at once."""
+    for name, value in LARGE.items():
+        monkeypatch.setitem(globals(), name, value)
+    own, _ = places(ranks, "cuda")
+    assert own.columns.aligned
+    for _ in range(10):
+        for tiles in zip(TILES, A_TILES, strict=True):
+            test_each_row_makes_its_own_columns("cuda", ranks, torch.bfloat16, tiles)
+        for tile in DS_DB_TILES:
+            test_ds_and_db_of_each_row_s_own_columns("cuda", ranks, torch.bfloat16, tile)
+        test_the_activation_with_each_row_s_own_columns("cuda", ranks, torch.bfloat16)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -199,8 +219,11 @@ def test_a_nan_stays_with_its_own_job(device, dtype):
 
 
 def test_the_input_of_a_norm_may_be_wider_than_ds(device):
-    own, p, (x, *_) = inputs(RANKS, torch.float32, device)
+    own, p = places(RANKS, device)
+    x = strided(torch.randn(own.rows.rows, K).to(device), PAD)
     ds = torch.randn(len(x), p).to(device, torch.float16)
+    if not takes(ds, ds):
+        pytest.skip("runs in Triton only, on a GPU in 16 bits: see test_interpreter.py and -m gpu")
     ds[~keep(p, own, device)] = 0
     da = torch.zeros(p, K, device=device)
     own_a_gradients(x, ds, own, da)

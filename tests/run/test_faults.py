@@ -82,7 +82,8 @@ def test_a_killed_sweep_continues_where_it_stopped(plugin, tmp_path):
     assert all(len(arm.rounds) == len(over) < 8 and arm.status == "ok" for arm in before)
     for arm in before:
         assert arm.phases["forward"] == [phases["forward"] for line in over for _, phases in line["turns"][arm.arm]]
-    assert rounds_of(arms) == {"reference": 8, "reference again": 8, "eager": 8}
+    total = rounds_of(arms)  # the reference has more where a busy machine made an arm be measured once more, beside it
+    assert total["eager"] == total["reference again"] == 8 <= total["reference"] and len(total) == 3
     environment = (tmp_path / "environment.json").read_bytes()
     nothing = sweep(*args, cwd=tmp_path, env=plugin)
     assert nothing.returncode == 0 and (tmp_path / "environment.json").read_bytes() == environment

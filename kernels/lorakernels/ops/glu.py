@@ -286,6 +286,7 @@ def forward_lora_into(
         check_own(own, gate, buffer[:, n:])
         tables = own.rows.programs(bm), own.columns.of_jobs
         programs = len(tables[0])
+        m = 0  # read by nobody, and another number of rows may be another kernel
     _glu_forward_lora_kernel[(programs,)](
         gate, up, buffer, lora_a, *columns.scaled_s_pointers(buffer), *tables, m, n,
         gate.stride(0), up.stride(0), buffer.stride(0), lora_a.stride(0), rank, p,
@@ -433,6 +434,7 @@ def whole_launch(
         tables = own.down.rows.programs(bm * steps), gate_up.of_jobs, of_down.of_jobs
         programs, widest, jobs = len(tables[0]), max(gate_up.rank, of_down.rank), gate_up.jobs
         aligned = gate_up.aligned and of_down.aligned
+        m = rank = 0  # as in `forward_lora_into`
     _glu_backward_a_kernel[(cdiv(n, bn), programs)](
         gate, up, grad, d_gate, d_up, ds, da, scaled_s, sb, tail, db, bits, factor, scale, *tables, m, n, rank, jobs,
         gate.stride(0), up.stride(0), grad.stride(0), wide.stride(0), wide.stride(0), ds.stride(0),

@@ -253,6 +253,7 @@ def ds_and_db(
     if own is not None:
         tables, widest, jobs = (own.rows.programs(of_rows), own.columns.of_jobs), own.columns.rank, own.columns.jobs
         programs = len(tables[0])
+        m = rank = 0  # read by nobody, and another number of rows may be another kernel
     launched[(cdiv(n, bn), programs) if down else (programs, cdiv(n, bn * steps))](
         dy, sb, s, ds, db, *tables, m, n, *ends, rank, jobs,
         dy.stride(0), sb.stride(0), s.stride(0), ds.stride(0), db.stride(0),
