@@ -40,8 +40,8 @@ class Varlen(Segmented):
 @dataclass(frozen=True, kw_only=True)
 class VarlenCudnn(Segmented):
     """cuDNN's attention, which on a Hopper GPU is the fastest over dense rows, by the operator that torch has for its
-    nested tensors. torch 2.11 builds its plan anew in each call, which others saw to take 40 ms of the host; newer ones
-    keep it for each number of segments and each longest one."""
+    nested tensors. By its source torch of about 2.11 builds a plan anew in each call, and a newer one keeps it for each
+    number of segments and each longest one."""
 
     name: ClassVar[str] = "varlen_cudnn"
     summary: ClassVar[str] = "cuDNN's attention over segments, no package needed"

@@ -15,7 +15,7 @@ import pytest
 from helpers import MACHINE, cells
 from run.scripted import Script, family, turns
 
-from lorabench.contract.family import REFERENCE, Stack, families
+from lorabench.contract.family import REFERENCE, Family, Stack, families
 from lorabench.measure.fairness import Untrusted, check_clock
 from lorabench.measure.judging.depth_noise import DepthNoise
 from lorabench.measure.judging.witness import Observed, Testimony
@@ -72,6 +72,16 @@ def test_a_disturbed_arm_is_measured_once_more_with_the_reference(tmp_path, when
     assert found["eager"].status == status and found["adamw"].status == "ok"
     again = [rest for seat, what, *rest in script.heard if what == "prepare" and seat == 2]
     assert again == [[REFERENCE], ["eager"]] and script.opened == 2
+
+
+def test_a_disturbed_arm_that_is_alone_leaves_no_reference_of_its_first_time(tmp_path):
+    """Of a family of one cell, as a node of a Ray cluster has it: it had a second row, of a time that was not up."""
+    cell = cells("trials=12", "ablations=[eager]")[-1]
+    with runner(Script(fails={("turn", "eager"): at([3], SLOWED)}), tmp_path) as running:
+        records = running.family(Family((cell,)))
+    assert [r.arm for r in records] == [REFERENCE, "eager"] and {r.status for r in records} == {"ok"}
+    assert len({r.family for r in records}) == 1 and records[0].family.endswith("-2")
+    assert [one.key for r in records for one in r.shown] == [cell.key]
 
 
 @pytest.mark.parametrize(("late", "status"), [([3, 9], "ok"), (range(999), "untrusted")], ids=["two", "all"])
