@@ -17,7 +17,7 @@ pids=()
 trap 'kill "${pids[@]}" 2> /dev/null; exit 143' TERM  # each part is a group of its own, which would outlive this script
 mkdir -p "$out"
 part a $(files gpu adapter float16 trainer linear_log_probs small_update) tests/ablations
-part b $(files side_stream projection_node mlp_node nf4 linear geglu fp8 runtime multi multi_linear multi_lora multi_product job_columns own_columns wide_ranks)
+part b $(files side_stream projection_node mlp_node nf4 linear geglu fp8 runtime multi multi_linear multi_lora multi_product job_columns own_columns own_rows wide_ranks)
 part c $(files projection rope linear_cross_entropy tune trial_timing choice_cache)
 part d $(files dropout fast_math rms_norm)
 part e $(files lora_grad)
