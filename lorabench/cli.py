@@ -29,12 +29,12 @@ lorabench list: the optimizations, their slots, and what each lacks on this mach
 
 usage: lorabench list            the same as python -m lorabench.sweep list=true
 
-Each row: the name that goes into ablations=[...], the slot that only one of them may fill, what it does, and whether
-this machine can have it: "available", or what is lacking, with the command that installs it.
+Of each: the name that goes into ablations=[...], the slot that only one of them may fill, whether this machine can
+have it ("available", or what is lacking, with the command that installs it), and under that what it does.
 
 examples
   lorabench list
-  COLUMNS=200 lorabench list | grep attention
+  lorabench list | grep -A 1 attention
 """
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from lorabench.contract.names import nearest
+from lorabench.contract.names import counted, nearest
 
 if TYPE_CHECKING:  # these import torch, or what takes as long
     from lorabench.contract.ablation import Ablation
@@ -109,6 +109,7 @@ def _say(console: Console, text: str) -> None:
 def _file(arguments: Sequence[str]) -> JobsFile:
     """The file with the command line's changes. Raises ValueError."""
     from lorabench.plan.jobs_file import read
+    from lorabench.plan.yaml_file import parsed
 
     changes: dict[str, Any] = {}
     for argument in arguments[1:]:
@@ -117,7 +118,7 @@ def _file(arguments: Sequence[str]) -> JobsFile:
             raise nearest("key", key, CHANGED, where=" of lorabench jobs")
         if not equals:
             raise ValueError(f"{argument!r} is not understood: expected {key}=VALUE")
-        changes[key] = value
+        changes |= parsed(f"{key}: {value}") if key in ("way", "scheduler") else {key: value}
     return read(Path(arguments[0]), changes)
 
 
@@ -138,7 +139,10 @@ def _train(file: JobsFile, console: Console) -> int:
         trainer, refused = first_that_can(setup, tries, lambda text: _say(console, text))
         for toggles, reason in refused.items():
             _say(console, f"not {toggles}: {reason}")
-        _say(console, f"{len(file.jobs)} jobs on {setup.spec.name} in {setup.dtype}: {_way(setup, trainer.toggles)}")
+        _say(
+            console,
+            f"{counted(len(file.jobs), 'job')} on {setup.spec.name} in {setup.dtype}: {_way(setup, trainer.toggles)}",
+        )
         if trainer.tick:
             _say(console, f"going on after step {trainer.tick}")
         trainer.run(_Progress(console))
@@ -155,7 +159,7 @@ def _tries(setup: Setup) -> list[tuple[Ablation, ...]]:
         return [_scheduled(setup, toggles(file, file.way))]
     if len(file.jobs) == 1:
         return [toggles(file, None)]
-    best = in_order(((joins(name),) for name in ways()), parameters(setup.spec))
+    best = in_order(((joins(name),) for name in ways(file)), parameters(setup.spec))
     return [_scheduled(setup, toggles(file, way.name)) for (way,) in best]
 
 

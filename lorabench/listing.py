@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from lorabench.contract.cell import Cell
 from lorabench.contract.hooks import asked_requires, described
 from lorabench.contract.machine import Machine
-from lorabench.contract.names import NameUnknown
+from lorabench.contract.names import NameUnknown, counted
 from lorabench.plan.design import refusal
 from lorabench.plan.estimate import Estimate, by_records, computed, duration, longest
 from lorabench.plan.registry import ablation_class, registered
@@ -29,20 +30,19 @@ BESIDE = 3  # characters of a table's column beside its words
 
 def show_ablations(console: Console, machine: Machine) -> None:
     """Every registered ablation, ours and others', and what it lacks here."""
-    table = Table(title=f"ablations on {machine.name}", title_justify="left")
-    table.add_column("ablation", no_wrap=True)  # whole, to be copied or searched for
-    for column in ("slot", "what it does", "on this machine"):
-        table.add_column(column, overflow="fold")
+    console.print(f"ablations on {machine.name}", style="italic", highlight=False)
     for name in sorted(registered()):
+        slot = summary = ""
         try:
             cls = ablation_class(name)
+            slot, summary = cls.slot, cls.summary
             unmet = asked_requires(cls, machine)
+            here = Text(unmet, style="dim") if unmet else Text("available", style="green")
         except Exception as error:  # a third party's class may fail in any way
-            words = str(error) if isinstance(error, NameUnknown) else described(error)
-            table.add_row(name, "", "", f"[red]{escape(words)}")
-            continue
-        table.add_row(name, cls.slot, escape(cls.summary), f"[dim]{escape(unmet)}" if unmet else "[green]available")
-    console.print(table)
+            here = Text(str(error) if isinstance(error, NameUnknown) else described(error), style="red")
+        console.print(Text(name, style="bold"), Text(slot and f"({slot})", style="cyan"), here, soft_wrap=True)
+        if summary:
+            console.print(Padding(Text(summary), (0, 0, 0, 4), expand=False))
 
 
 def show_lacking(console: Console, machine: Machine) -> None:
@@ -91,7 +91,7 @@ def show_plan(console: Console, config: Any, machine: Machine) -> None:
             lacking.setdefault(words.replace(last, " ", 1), []).append(rows[-1])
     together = {words: refused for words, refused in lacking.items() if len(refused) > 1}
     apart = [row for refused in together.values() for row in refused]
-    title = f"{len(agenda.cells)} cells on {machine.name}"
+    title = f"{counted(len(agenda.cells), 'cell')} on {machine.name}"
     console.print(_table(title, [row for row in rows if row not in apart], console.width), crop=False)
     say_rows(console, agenda.cells)
     for words, refused in together.items():

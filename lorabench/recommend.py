@@ -90,6 +90,10 @@ def main(arguments: list[str]) -> int:
 def _main(arguments: list[str], console: Console) -> int:
     config = composed(arguments)
     prepare(config, console)
+    given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    if standing := [f"{key}={getattr(config, key)}" for key in ("models", "workload") if key not in given]:
+        said = f"not given, and so not yours but the default: {', '.join(standing)}"
+        console.print(f"[yellow]{escape(said)}", highlight=False, soft_wrap=True)
     if config.dry_run:
         _show(config, console)
         return 0

@@ -48,12 +48,13 @@ from typing import Any
 import yaml
 
 from lorabench import __version__
-from lorabench.contract.names import nearest
+from lorabench.contract.names import counted, nearest
 from lorabench.plan.bubbles import FEEDS, METHODS, Row, Setting, rows
 from lorabench.record.words import number
 from lorabench.schedule import SCHEDULERS, Budget, Sample, fill, verify
 from lorabench.schedule.pipeline import Bubbles, ends_of_batches, flushed_bubble, pipeline, shared_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled
+from lorabench.sweep import check_output
 
 __all__ = [
     "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes",
@@ -223,13 +224,16 @@ def _main(asked: dict[str, Any]) -> int:
     setting = Setting(_stage_times(asked), **{key: asked[key] for key in passed})
     measured = read_measured(Path(asked["measured"])) if asked["measured"] else None
     if asked["output"]:
-        Path(asked["output"]).mkdir(parents=True, exist_ok=True)  # before the minutes that the rows take
+        check_output(Path(asked["output"]))  # before the minutes that the rows take
     print(f"lorabench {__version__}: simulating a pipeline of {setting.times.stages} stages …", flush=True)
     every = []
     for row in rows(setting, asked["workloads"], asked["methods"], asked["adapters"], measured):
         every.append(row)
         published = f", published {row.published_pct:.2f} %" if row.published_pct else ""
-        print(f"{row.workload}, {row.method}, {row.adapters} adapters: {row.bubble_pct:.1f} %{published}", flush=True)
+        print(
+            f"{row.workload}, {row.method}, {counted(row.adapters, 'adapter')}: {row.bubble_pct:.1f} %{published}",
+            flush=True,
+        )
     print("\n" + markdown(every), end="")
     if asked["output"]:
         write(Path(asked["output"]), every)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from lorabench.contract.names import NameUnknown
+from lorabench.contract.names import NameUnknown, counted
 from lorabench.listing import say_rows, show_ablations, show_plan
 from lorabench.plan.compose import ConfigError, check_names, load_config, names_in, plan
 from lorabench.record.store import RECORDS, RecordError, Store, StoreError
@@ -210,7 +210,7 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
     agenda = Agenda(config, store.records())
     if agenda.recorded and config.resume is False:
         raise ConfigError(
-            f"{config.output} already holds {len(agenda.recorded)} records; resume=true, or another output="
+            f"{config.output} already holds {counted(len(agenda.recorded), 'record')}; resume=true, or another output="
         )
     sessions = range(config.repeat)
     # A look at the machine takes seconds, of its GPU too: not where a machine like the last session's left nothing.
@@ -227,7 +227,8 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
     left = sum(len(agenda.missing(number)) for number in sessions)
     each = f" in each of {config.repeat} sessions" if config.repeat > 1 else ""
     console.print(
-        f"lorabench {version('lorabench')}{f' on {queue.where}' if looked else ''}: {len(agenda.cells)} cells{each}, "
+        f"lorabench {version('lorabench')}{f' on {queue.where}' if looked else ''}: "
+        f"{counted(len(agenda.cells), 'cell')}{each}, "
         f"{len(agenda.cells) * config.repeat - left} already recorded in {config.output}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -165,6 +165,11 @@ def test_ours_say_what_they_are_worth():
         assert registry.ablation_class(name).worth_trying == "memory"
 
 
+def test_it_says_for_what_it_answers_where_nobody_did(capsys):
+    assert recommend.main(["dry_run=true", "ablations=[]", "reference=[peft,peft_low]"]) == 2
+    assert "not yours but the default: models=['smollm2-135m'], workload=auto" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -173,14 +178,14 @@ def test_ours_say_what_they_are_worth():
         ("reference=[peft,peft_low]", "recommend takes one reference, on which it puts others; reference= has 2"),
         ("ablations=[awak]", "no ablation named 'awak'; did you mean awake?"),
         ("workload=two_jobs", "recommend answers for one job; the workload two_jobs has several"),
-        ("budget_minutes=0", "budget_minutes: Input should be greater than 0"),
-        ("budget_minutes=soon", "budget_minutes: Input should be a valid number"),
+        ("budget_minutes=0", "budget_minutes: should be greater than 0"),
+        ("budget_minutes=soon", "budget_minutes: should be a valid number"),
         ("budget=3", "no key named 'budget'; did you mean budget_minutes?"),
         *(
             (f"{key}=1", f"{key} is a key of lorabench sweep and not of recommend")
             for key in ("part", "repeat", "design", "suite", "queue")
         ),
-        ("dry_run=maybe", "dry_run: Input should be a valid boolean"),
+        ("dry_run=maybe", "dry_run: should be a valid boolean"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(here, override, message):
@@ -194,7 +199,7 @@ def test_a_dry_run_shows_what_it_would_try_and_measures_nothing(here, monkeypatc
     code, said, folder = here("dry_run=true", "budget_minutes=3")
     assert code == 0 and not folder.exists(), said.err
     first, *_, third, last = said.out.splitlines()
-    assert first.endswith(": planning …")
+    assert first.endswith(": planning …") and "not given" not in said.out
     rows = {line.split("│")[3].strip(): line for line in said.out.splitlines() if line.count("│") == 5}
     assert "(computed, rough)" in rows["awake"] and "(computed, rough)" in rows["reference against itself"]
     assert "unsupported: absent needs the package no_such_package" in rows["absent"]

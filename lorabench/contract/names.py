@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 MOST_SHOWN = 60  # names, where none is near
 LONGEST_NAME, LONGEST_LINE = 100, 2000  # characters of what a user wrote that are shown again, and of a complaint
@@ -21,6 +23,21 @@ def nearest(what: str, name: str, known: Iterable[str], where: str = "", or_else
     shown = ", ".join(known[:MOST_SHOWN]) + (f" and {len(known) - MOST_SHOWN} more" if len(known) > MOST_SHOWN else "")
     hint = f"did you mean {close[0]}?" if close else f"known: {shown}"
     return NameUnknown(f"no {what} named {_cut(name)!r}{where}; {hint}{or_else and f' (or {or_else})'}")
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 cell`, `2 cells`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def complaint(finding: Mapping[str, Any]) -> str:
+    """One of a ValidationError's `errors()` in words: what was expected, and what is there."""
+    said = finding["msg"].partition(" after validation")[0].replace("Input should be", "should be")
+    if finding["type"] == "value_error":  # a validator of ours, which says all
+        return said.removeprefix("Value error, ")
+    if finding["type"] == "missing":
+        return "it is missing"
+    return said if isinstance(finding["input"], dict | list) else f"{said}, not {reprlib.repr(finding['input'])}"
 
 
 def one_line(error: object) -> str:

@@ -5,6 +5,7 @@ A model there has names and shapes and no memory. What cannot be built, or has n
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import nearest
 
 ALL_LINEAR = "all-linear"  # PEFT's word; importing it from there would import what asks for the GPU
+ALIKE = 0.9  # one letter of ten; published configurations have keys that are nobody's, and none so near to another
 MOST = 2048  # of anything that a configuration counts (layers, heads, experts): each is built as a module
 SIZES = (
     "hidden_size",
@@ -37,6 +39,7 @@ def check(spec: ModelSpec, adapters: Sequence[Lora]) -> None:
     """Raises ModelError for a configuration that is no decoder of transformers', and NameUnknown with the nearest right
     name for a target module that the model has not."""
     _check_counts(spec)
+    _check_keys(spec)
     model = skeleton(spec, layers=1)
     for size in SIZES:
         value = getattr(model.config, size, None)  # a family may have none, or one for each layer
@@ -62,6 +65,17 @@ def _check_counts(spec: ModelSpec) -> None:
     for key, value in spec.config.items():
         if key.startswith(("num_", "n_layer", "n_head")) and isinstance(value, int) and not 0 <= value <= MOST:
             raise ModelError(f"the model {spec.name} has {key} {value}; expected at most {MOST}")
+
+
+def _check_keys(spec: ModelSpec) -> None:
+    """transformers keeps a key that it does not know, and takes its own default for the one that was meant."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(spec.family)
+    known = {*vars(default), *default.attribute_map} - spec.config.keys()
+    for key in spec.config.keys() - known:
+        if not hasattr(default, key) and difflib.get_close_matches(key, known, cutoff=ALIKE):
+            raise nearest("key", key, known, where=f" in the config of the model {spec.name}")
 
 
 def skeleton(spec: ModelSpec, layers: int | None = None) -> Any:

@@ -19,7 +19,7 @@ from lorabench.contract.names import nearest
 from lorabench.contract.workload import length_tables
 from lorabench.plan.samples import draw_lengths
 from lorabench.schedule import SCHEDULERS, Budget, Jobs, MicroBatch, fill, lorafusion, verify
-from lorabench.schedule.batches import real
+from lorabench.schedule.batches import real, rounds
 from lorabench.schedule.fifo import one_job_each
 from lorabench.schedule.pipeline import ends_of_batches, pipeline
 from lorabench.schedule.stage_times import StageTimes
@@ -113,6 +113,10 @@ def rows(
     for n in adapters:
         if not 1 <= n <= ADAPTERS:
             raise ValueError(f"adapters={n}: expected 1 to {ADAPTERS}")
+    if setting.capacity and set(methods) - set(COUNTING):
+        for workload, seed in itertools.product(workloads, range(setting.seeds)):
+            jobs = [_drawn(FEEDS[workload], job, seed, setting) for job in range(ADAPTERS)]
+            next(rounds(jobs, Budget(setting.capacity, setting.multiple)))  # raises for a sample above it
     for workload, method in itertools.product(workloads, methods):
         for n in [1] if method in EMPTIED else [ADAPTERS] if method == MLORA else adapters:
             row = _row(workload, method, n, setting)
@@ -153,7 +157,7 @@ def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
 
 
 def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Setting) -> _Run:
-    jobs = [drawn(feed.sets[job], setting.steps, np.random.default_rng([seed, job])) for job in group]
+    jobs = [_drawn(feed, job, seed, setting) for job in group]
     budget, stages = Budget(setting.capacity or feed.capacity, setting.multiple), setting.times.stages
     held, emptied = None if method in COUNTING else budget, EMPTIED.get(method)
     began = time.monotonic()
@@ -175,6 +179,10 @@ def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Sett
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,
         sum(map(real, schedule)), sum(used), found.total_ms, took,
     )  # fmt: skip
+
+
+def _drawn(feed: Feed, job: int, seed: int, setting: Setting) -> list[list[int]]:
+    return drawn(feed.sets[job], setting.steps, np.random.default_rng([seed, job]))
 
 
 def _methods(

@@ -29,7 +29,7 @@ from lorabench.contract.job import Job, jobs_of
 from lorabench.contract.kind import GROUP as KINDS
 from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
-from lorabench.contract.names import NameUnknown, nearest
+from lorabench.contract.names import NameUnknown, complaint, nearest
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, user_model, weights
 from lorabench.plan.architecture import ModelError
@@ -86,7 +86,7 @@ class SweepConfig(BaseModel):
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
     output: Path
     estimate_from: list[Path]
-    resume: bool | Literal["failed"]
+    resume: Literal[True, False, "failed"]
     report: bool
     list: bool
     dry_run: bool
@@ -194,6 +194,8 @@ def _check_override(override: str, known: Sequence[str]) -> None:
     if override.startswith("-"):
         raise ConfigError(f"{override!r} is not understood: keys are given as key=value, without dashes; see --help")
     root = key.partition(".")[0].partition("@")[0]
+    if root not in known and not equals and not override.startswith("~"):
+        raise ConfigError(f"{override!r} is not understood: expected key=value, as in models={override}; see --help")
     if root not in known:
         close = difflib.get_close_matches(root, known, n=1)
         raise ConfigError(f"no key named {root!r}; " + (f"did you mean {close[0]}?" if close else "see --help"))
@@ -237,10 +239,7 @@ def _first(error: ValidationError) -> str:
         of = {(): named.get(error.title), (LORA,): Lora}.get(first["loc"][:-1])
         if of is not None:
             return _no_field("field", str(first["loc"][-1]), of)
-    got = "" if isinstance(first["input"], dict) else f", not {reprlib.repr(first['input'])}"
-    if got.removeprefix(", not ") in first["msg"]:  # a validator of ours has said it already
-        got = ""
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}{got}"
+    return f"{where}: {complaint(first)}"
 
 
 def _no_field(what: str, name: str, of: type[BaseModel]) -> str:
@@ -434,7 +433,7 @@ def model(name: str, config: SweepConfig, lora: Mapping[str, Any] | None = None)
     common = {"dtype": config.dtype, "weights": config.weights, "lora": adapter}
     if config.weights == AUTO:
         common["weights"] = location or weights.RANDOM
-    made = {"name": label + _changes(lora or {}), **common, **fields}
+    made = {"name": label + _changes(lora or {}), "source": label, **common, **fields}
     spec = _validated(ModelSpec, made, f"the model {label}")
     return spec.model_copy(update={"fingerprint": weights.fingerprint(spec.weights)})
 

@@ -4,6 +4,7 @@ without torch, so that a wrong entry costs a second."""
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from lorabench.contract.ablation import Ablation, conflict
 from lorabench.contract.hooks import Faulty
 from lorabench.contract.model import ModelSpec
-from lorabench.contract.names import NameUnknown, nearest
+from lorabench.contract.names import NameUnknown, complaint, nearest
 from lorabench.contract.workload import MOST_JOBS, Workload
 from lorabench.plan import compose, registry, samples
 from lorabench.plan.weights import INDEXED, RANDOM
@@ -163,9 +164,7 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
     if way is not None:
         made.append(joins(way))
     if file.scheduler != AUTO:
-        made.append(registry.ablation(file.scheduler))
-        if type(made[-1]).schedule is Ablation.schedule:
-            raise nearest("scheduler", made[-1].name, [n for n, cls in _all().items() if _decides(cls, "schedule")])
+        made.append(scheduler(file.scheduler))
     for toggle in made:
         if isinstance(toggle, Faulty):
             raise NameUnknown(toggle.fault)
@@ -178,15 +177,27 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
 
 def joins(way: Any) -> Ablation:
     """The toggle of a way. Raises NameUnknown for one that does not say how jobs are trained."""
-    made = registry.ablation(way)
-    if type(made).join is Ablation.join and not isinstance(made, Faulty):
-        raise nearest("way", made.name, ways())
-    return made
+    return _named("way", way, ways())
 
 
-def ways() -> list[str]:
-    """Every toggle that says how several jobs are trained on one device."""
-    return [name for name, cls in _all().items() if _decides(cls, "join") and not cls.parallel]
+def scheduler(item: Any) -> Ablation:
+    """The toggle of a scheduler. Raises NameUnknown for one that does not say who shares a micro-batch."""
+    return _named("scheduler", item, [name for name, cls in _all().items() if _decides(cls, "schedule")])
+
+
+def _named(what: str, item: Any, known: Sequence[str]) -> Ablation:
+    name = next(iter(item), None) if isinstance(item, dict) else item
+    if name not in known:
+        raise nearest(what, str(name), known)
+    return registry.ablation(item)
+
+
+def ways(file: JobsFile | None = None) -> list[str]:
+    """Every toggle that says how several jobs are trained on one device, and goes with the file's scheduler."""
+    found = [name for name, cls in _all().items() if _decides(cls, "join") and not cls.parallel]
+    if file is None or file.scheduler == AUTO:
+        return found
+    return [name for name in found if not conflict([joins(name), scheduler(file.scheduler)])]
 
 
 def _decides(cls: type[Ablation], hook: str) -> bool:
@@ -210,5 +221,4 @@ def _words(error: ValidationError, found: Any) -> str:
         of = EarlyStop if place[:-1] else Entry if said else JobsFile
         return said + str(nearest("key", str(place[-1]), of.model_fields))
     where = ".".join(map(str, place))
-    got = "" if first["type"] == "missing" else f", not {reprlib.repr(first['input'])}"
-    return f"{said}{where}{': ' if where else ''}{first['msg'].removeprefix('Value error, ')}{got}"
+    return f"{said}{where}{': ' if where else ''}{complaint(first)}"

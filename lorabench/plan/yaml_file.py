@@ -20,23 +20,28 @@ class YamlError(ValueError):
 
 
 def read(path: Path) -> Any:
-    """What the file holds, as OmegaConf reads it, interpolations resolved. Raises YamlError."""
+    """What the file holds. Raises YamlError."""
     try:
         if path.stat().st_size > LARGEST:
             raise YamlError(f"it has more than {LARGEST} bytes")
-        text = path.read_text(encoding="utf-8")
+        return parsed(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise YamlError("it is no text in UTF-8") from None
+    except OSError as error:
+        raise YamlError(f"it cannot be read: {error.strerror}") from None
+
+
+def parsed(text: str) -> Any:
+    """What a text holds, as OmegaConf reads it, interpolations resolved. Raises YamlError."""
+    try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None:
             _count(root, 0, [0])
         config = OmegaConf.create(text)
         _Expanded(OmegaConf.to_container(config)).add()
         return OmegaConf.to_container(config, resolve=True)
-    except UnicodeDecodeError:
-        raise YamlError("it is no text in UTF-8") from None
     except RecursionError:
         raise YamlError(f"it is nested deeper than {DEEPEST} levels") from None
-    except OSError as error:
-        raise YamlError(f"it cannot be read: {error.strerror}") from None
     except YamlError:
         raise
     except Exception as error:  # YAML's errors, OmegaConf's, and ValueErrors of numbers and dates

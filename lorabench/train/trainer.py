@@ -17,6 +17,7 @@ import torch
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import first_line
+from lorabench.contract.names import counted
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.memory import out_of_memory
 from lorabench.measure.trial import put_back, random_states
@@ -79,7 +80,7 @@ class Trainer:
         for job in here:
             if job.progress.status != RUNNING:
                 job.progress.status = RUNNING
-                self.tell(f"{job.name} begins: {job.steps} steps over {len(job.samples)} rows")
+                self.tell(f"{job.name} begins: {counted(job.steps, 'step')} over {counted(len(job.samples), 'row')}")
         return here
 
     def _tick(self, here: list[Training]) -> None:
@@ -196,4 +197,6 @@ class Trainer:
         if job.progress.status == NAN:
             return
         save_adapter(self.model, job.name, self.folder / ADAPTERS)
-        self.tell(f"{job.name}: {job.progress.status} after {job.progress.step} steps, in {ADAPTERS}/{job.name}")
+        self.tell(
+            f"{job.name}: {job.progress.status} after {counted(job.progress.step, 'step')}, in {ADAPTERS}/{job.name}"
+        )

@@ -9,7 +9,7 @@ import own_models
 import pytest
 import yaml
 
-from lorabench.plan.jobs_file import JobsFileError, read
+from lorabench.plan.jobs_file import JobsFileError, read, ways
 
 HEAVY = ("torch", "peft", "transformers", "lorakernels", "pandas", "matplotlib")
 JOB = {"name": "one", "batch_size": 2}
@@ -38,18 +38,19 @@ def test_a_file_that_is_right(written):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"batch_size": 0}, "job one: batch_size: Input should be greater than or equal to 1, not 0"),
+        ({"batch_size": 0}, "job one: batch_size: should be greater than or equal to 1, not 0"),
         ({"batchsize": 2}, "job one: no key named 'batchsize'; did you mean batch_size?"),
-        ({"learning_rate": "fast"}, "job one: learning_rate: Input should be a valid number"),
-        ({"schedule": "cosin"}, "job one: schedule: Input should be 'constant', 'linear' or 'cosine', not 'cosin'"),
+        ({"learning_rate": "fast"}, "job one: learning_rate: should be a valid number"),
+        ({"schedule": "cosin"}, "job one: schedule: should be 'constant', 'linear' or 'cosine', not 'cosin'"),
         ({"early_stop": {"patence": 3}}, "job one: no key named 'patence'; did you mean patience?"),
         ({"name": "one two"}, "job one two: name: String should match pattern"),
         ({"name": "default"}, "expected another name"),
         ({"data": "nowhere.jsonl"}, "job one: .*nowhere.jsonl: no such file"),
         ({"data": "alpaca"}, "job one: no workload named 'alpaca'|job one: data 'alpaca' is no text"),
         ({"lora": {"rank": 4}}, "job one: .*rank"),
-        ({"lora": {"r": 0}}, "job one: .*r: Input should be greater than or equal to 1"),
+        ({"lora": {"r": 0}}, "job one: .*r: should be greater than or equal to 1"),
         ({"lora": {"bias": "all"}}, "job one: bias 'all' would be shared by all jobs; expected none"),
+        ({"data": 5}, "job one: data"),
         ({"epochs": float("inf")}, "job one: epochs: "),
     ],
     ids=str,
@@ -66,17 +67,18 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"model": "tiny-lama"}, "did you mean tiny-llama?"),
         ({"weights": "auto"}, "an architecture without weights; expected weights: .*, or random"),
         ({"model": "smollm2-135m", "weights": "auto"}, "expected weights: smollm2-135m-instruct, or random"),
-        ({"dtype": "float16"}, "dtype: Input should be 'auto', 'float32' or 'bfloat16'"),
-        ({"way": "bached"}, "no ablation named 'bached'; did you mean batched?"),
+        ({"dtype": "float16"}, "dtype: should be 'auto', 'float32' or 'bfloat16'"),
+        ({"way": "bached"}, "no way named 'bached'; did you mean batched?"),
         ({"way": "sdpa"}, "no way named 'sdpa'"),
         ({"way": {"batched": {"token": 3}}}, "did you mean tokens?"),
+        ({"scheduler": "fast_fid"}, "no scheduler named 'fast_fid'; did you mean fast_fit?"),
         ({"scheduler": "packing"}, "no scheduler named 'packing'"),
         ({"scheduler": {"fifo": {"tokens": 0}}}, "expected a number of positions, or auto, above 0"),
         ({"way": "sequential", "scheduler": "fifo"}, "fifo excludes sequential"),
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for training on one device"),
         ({"jobs_": []}, "no key named 'jobs_'; did you mean jobs?"),
-        ({"save_every": 0}, "save_every: Input should be greater than or equal to 1"),
+        ({"save_every": 0}, "save_every: should be greater than or equal to 1"),
     ],
     ids=str,
 )
@@ -86,8 +88,22 @@ def test_a_wrong_key_is_one_line(written, keys, says):
     assert "\n" not in str(refused.value)
 
 
+def test_a_scheduler_leaves_the_ways_that_go_with_it(written):
+    found = read(written({}), {"scheduler": {"fast_fit": {"tokens": 4096}}})
+    assert "sequential" in ways() and "sequential" not in ways(found) and "batched" in ways(found)
+
+
+def test_the_command_line_reads_a_scheduler_as_the_file_would(written):
+    from lorabench.jobs import _file
+
+    found = _file([str(written({})), "scheduler={fast_fit: {tokens: 4096}}", "way=batched"])
+    assert found.scheduler == {"fast_fit": {"tokens": 4096}} and found.way == "batched"
+    with pytest.raises(ValueError, match="it is no YAML"):
+        _file([str(written({})), "scheduler={fast_fit: {tokens"])
+
+
 def test_two_jobs_of_one_name_and_no_job_at_all(written, tmp_path):
-    with pytest.raises(JobsFileError, match="two jobs are named 'one'"):
+    with pytest.raises(JobsFileError, match=r"two jobs are named 'one'; expected a name of its own for each$"):
         read(written({}, {}))
     for text, says in (("model: tiny-llama\njobs: []", "jobs: List should have at least 1"), ("[", "it is no YAML")):
         (tmp_path / "wrong.yaml").write_text(text)
