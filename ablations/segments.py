@@ -162,7 +162,11 @@ def xformers_varlen(
     if window >= 0:
         block_diagonal = block_diagonal.make_local_attention(window + 1)
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-    return memory_efficient_attention(q[None], k[None], v[None], attn_bias=block_diagonal, scale=scale)[0]
+    try:
+        return memory_efficient_attention(q[None], k[None], v[None], attn_bias=block_diagonal, scale=scale)[0]
+    except NotImplementedError as error:  # its build fits neither this torch nor this CUDA, or no kernel takes this
+        why = str(error).splitlines()[-1].strip()
+        raise Unsupported(f"xformers has no operator for this here: {why}") from error
 
 
 KERNELS: dict[str, Kernel] = {"varlen": torch_varlen, "varlen_cudnn": cudnn_varlen, "xformers": xformers_varlen}

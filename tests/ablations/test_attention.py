@@ -306,6 +306,18 @@ def test_cudnn_s_attention_over_segments_says_what_it_has_not(monkeypatch):
         cudnn_varlen(q, q, q, cu, 4, None, 3)
 
 
+def test_xformers_without_a_kernel_for_this_torch_is_unsupported(xformers, monkeypatch):
+    from lorabench_ablations.segments import xformers_varlen
+
+    def refuses(*given, **asked):
+        raise NotImplementedError("No operator found\n`fa2F` is not supported because:\n    no CUDA support")
+
+    monkeypatch.setattr(sys.modules["xformers.ops"], "memory_efficient_attention", refuses)
+    q, cu = torch.zeros(4, 2, 8), torch.tensor([0, 4])
+    with pytest.raises(Unsupported, match=r"xformers has no operator for this here: no CUDA support$"):
+        xformers_varlen(q, q, q, cu, 4, None, -1)
+
+
 def test_flex_is_known_by_the_kernels_that_inductor_makes_of_it():
     toggle, (_, found) = registry.ablation("flex_attention"), evidence("eager")
     assert toggle.global_patch
