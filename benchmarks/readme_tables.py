@@ -10,45 +10,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import filter as filter_names
-from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from lorabench.compare import hardware
-from lorabench.record.contrast import Speedup
-from lorabench.record.schema import TOTAL, Record
+from lorabench.record.schema import Record
 from lorabench.record.stats import without_figure
 from lorabench.report import cells
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.answers import fastest
-from lorabench.report.attribution_tables import (
-    SHAPLEY,
-    AnyTable,
-    attribution_tables,
-    claimed_of,
-    increment,
-    increment_is_clear,
-)
-from lorabench.report.claim_tables import claims_frame, judged, ours
-from lorabench.report.claims import (
-    BY_DEFINITION,
-    FIT,
-    Claim,
-    Match,
-    Source,
-    answers,
-    load_claims,
-    measured,
-)
+from lorabench.report.attribution_tables import SHAPLEY, AnyTable, attribution_tables
+from lorabench.report.claims import BY_DEFINITION, Claim, Source, load_claims
 from lorabench.report.groups import Group
-from lorabench.report.ladder_summary import conclusions, ladders, start_to_end, steps_table
+from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.shown import show
+from lorabench.report.standings import LADDERS, ONE, OPEN, REPEATED, SAME, Results, in_all, standing, totals
 from lorabench.report.tables import md, md_table
-from lorabench.report.words import interval, number, ratio
+from lorabench.report.words import number, ratio
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bubble_tables
@@ -60,7 +39,7 @@ from suite_columns import SUITES
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "lora_kernels"
 DIRTY = "†"
-ONE = "one session"
+ONE_SESSION = "one session"
 Place = tuple[str, str, str, str]  # what a column is called, and its results folder, model and workload
 COMMON = "adapters_in_compute_dtype"  # every stack that can has it: it tells none apart
 # What README shows of the claims, by source and id; docs/claims.md has them all.
@@ -97,195 +76,33 @@ PLACES: tuple[Place, ...] = (
     ("1.7B, 1 × 512", "h200/peers", "smollm2-1.7b", "1x512"),
     ("135M, 1 × 512", "h200/peers", "smollm2-135m", "1x512"),
 )
-# Ours against the best peer: results folder, model, workload.
+# Ours against the best peer: results folder, model, workload. The 1.7B twice: in the newer folder a slow host holds up
+# every peer that is not captured, so that alone it would show ours too well.
 DUELS = (
     ("h200/peers_rounds_8b", "llama-3.1-8b", "4x2048"),
-    ("h200/peers", "llama-3.1-8b", "1x8192"),
+    ("h200/peers_rounds_8b_8192", "llama-3.1-8b", "1x8192"),
     ("h200/qlora", "llama-3.1-8b", "4x2048"),
+    ("h200/peers_rounds_1_7b", "smollm2-1.7b", "4x2048"),
     ("h200/peers", "smollm2-1.7b", "4x2048"),
     ("h200/peers", "smollm2-135m", "4x2048"),
     ("h200/peers_rounds", "smollm2-135m", "1x512"),
 )
 
 
-class Results:
-    """All folders of results/ that hold records, by their place below it."""
-
-    def __init__(self, folder: Path = ROOT / "results") -> None:
-        self.place = folder
-        places = sorted(path.parent for path in folder.rglob("records.jsonl"))
-        self.folders = {place.relative_to(folder).as_posix(): Analysis.read(place) for place in places}
-
-    @cached_property
-    def on_gpu(self) -> dict[str, Analysis]:
-        """Those to which published numbers are held: all of them are of GPUs. The one measured last comes first."""
-        found = [(name, analysis) for name, analysis in self.folders.items() if not name.startswith("cpu/")]
-        return dict(sorted(found, key=lambda item: max(s["id"] for s in item[1].sessions), reverse=True))
-
-    @cached_property
-    def over_other_arms(self) -> list[tuple[str, Analysis]]:
-        """Folders once more, each shown over an arm that is the baseline of a claim and not of the sweep."""
-        baselines = sorted({toggle for s in load_claims() for claim in s.claims for toggle in claim.must_hold})
-        found = []
-        for name, analysis in self.on_gpu.items():
-            arms = {arm.arm for arm in analysis.arms}
-            found += [(name, Analysis.read(self.place / name, against=one)) for one in baselines if one in arms]
-        return found
-
-    @cached_property
-    def found(self) -> list[tuple[str, Match, Analysis]]:
-        """Every claim beside every record of a GPU that says anything about it, with its folder."""
-        every = [*self.on_gpu.items(), *self.over_other_arms]
-        return [(n, m, a) for n, a in every for m in a.matches if answers(m)]
-
-    @cached_property
-    def steps(self) -> list[Step]:
-        """Every claim beside every rung of a ladder that stands on the claim's own baseline."""
-        rungs = [(n, a, rung) for n, a in self.on_gpu.items() for own in ladders(a) for rung in own.rungs]
-        return [
-            Step(
-                m.claim, rung.added, rung.increment, increment(rung, analysis), increment_is_clear(rung, analysis),
-                rung.unpaired, n, m.changed, rung.record.workload.partition("(")[0],
-            )
-            for n, analysis, rung in rungs if rung.increment
-            for m in claimed_of(rung) if not m.differs and not m.inverted
-        ]  # fmt: skip
-
-
-class Step(NamedTuple):
-    """A claim about one step of a ladder, and what the step brings in a results folder, also in words."""
-
-    claim: Claim
-    toggle: str
-    brings: Speedup
-    said: str
-    clear: bool
-    unpaired: bool
-    folder: str
-    changed: bool  # the workload is not as a file has it
-    data: str
-
-
-class Measured(NamedTuple):
-    """What stands beside a claim: the number, by which toggles it was measured, against what, and in which folder."""
-
-    value: str
-    toggles: str
-    baseline: str
-    folders: list[str]
-
-
 # -- published against measured ---------------------------------------------------------------------------------------
 
 
-class Nearness(NamedTuple):
-    """What decides which rows stand beside a claim, the nearest first; `place` is that of the folder, the newest 0."""
-
-    stands_in: bool
-    apart: int
-    changed: int
-    few: bool
-    place: int
-    differs: str
-    tested: str
-
-
-def beside(claim: Claim, results: Results, form: str = "*") -> Measured | None:
-    """The rows whose baseline is nearest to the claim's, of those that test the source's own toggles if there are any,
-    and whose workload is as a file has it, and which have rounds enough for a figure, of the folder that was measured
-    last; several cells as the range of their ratios. A claim of a range has the cells of all folders, each as it was
-    measured last. In the claim's direction. `form`: only rows that test a toggle like this pattern. A claim about a
-    step of a ladder takes rows over the claim's own baseline if there are any, whatever toggles they test, and if there
-    are none the step, of each data set as it was measured last."""
-    newest = list(results.on_gpu).index
-    found: dict[Nearness, list[tuple[Match, Analysis]]] = {}
-    for folder, m, analysis in results.found:
-        asked = m.claim is claim and bool(filter_names(m.record.ablations, form))
-        if asked and math.isfinite((value := _value(m, analysis))[0]):
-            few = str(judged(m, value, analysis)).endswith("few trials")
-            apart = len(re.findall(r"\w+", m.differs)) if m.differs else 0
-            tested = "" if claim.over else " + ".join(m.record.ablations)
-            key = Nearness(bool(m.stands_for), apart, m.changed, few, newest(folder), m.differs, tested)
-            found.setdefault(key, []).append((m, analysis))
-    if steps := [step for step in results.steps if step.claim is claim]:
-        at_most = min(step.changed for step in steps)  # a step gives way to a row whose workload is no more changed
-        same_baseline = {key: pairs for key, pairs in found.items() if key.apart == 0 and key.changed <= at_most}
-        if not same_baseline:
-            last = {step.data: step for step in sorted(steps, key=lambda step: -newest(step.folder))}
-            return _of_steps([*last.values()][::-1])
-        found = same_baseline
-    if not found:
-        return None
-    best = min(found)
-    places, pairs, differs = [best.place], found[best], best.differs
-    if claim.statistic == "range":  # "depending on the dataset": each cell as it was measured last
-        alike = sorted((key for key in found if key._replace(place=best.place) == best), reverse=True)
-        last = {(m.record.model, m.record.workload): (key.place, (m, a)) for key in alike for m, a in found[key]}
-        places, pairs = sorted({place for place, _ in last.values()}), [pair for _, pair in last.values()]
-    rows = [m for m, _ in pairs]
-    baseline = f"another: {differs}" if differs else "the same"
-    toggles = " + ".join(f"`{t}`" for t in rows[0].record.ablations)
-    toggles += f", in place of `{rows[0].stands_for}`" if rows[0].stands_for else ""
-    toggles = "the baseline's own" if claim.of_reference else toggles
-    return Measured(_together(claim, pairs), toggles, baseline, [list(results.on_gpu)[place] for place in places])
-
-
-def _of_steps(steps: Sequence[Step]) -> Measured:
-    first = steps[0]
-    several = [(step.brings.centre, step.clear) for step in steps]
-    value = f"{first.said} ×" if len(steps) == 1 else _several(several, "×", "data sets")
-    how = ", unpaired" if any(step.unpaired for step in steps) and len(steps) > 1 else ""
-    toggle, folders = f"`{first.toggle}`, as a step of the ladder", list(dict.fromkeys(s.folder for s in steps))
-    return Measured(value + how, toggle, "the same", folders)
-
-
-def _several(values: Sequence[tuple[float, bool]], unit: str, places: str) -> str:
-    """The range of those that have a figure, and of how many."""
-    if not (clear := [value for value, is_clear in values if is_clear]):
-        return f"no figure in any of {len(values)} {places}"
-    span = " to ".join(dict.fromkeys((number(min(clear)), number(max(clear)))))
-    if len(clear) == len(values):
-        return f"{span} {unit} in {len(values)} {places}"
-    return f"{span} {unit} in {len(clear)} of {len(values)} {places}, no figure in the others"
-
-
-def _value(m: Match, analysis: Analysis) -> tuple[float, float, float]:
-    value, low, high = measured(m.record, m.claim, analysis.contrasts)
-    return (1 / value, 1 / high, 1 / low) if m.inverted else (value, low, high)
-
-
-def _together(claim: Claim, pairs: Sequence[tuple[Match, Analysis]]) -> str:
-    m, analysis = pairs[0]
-    if claim.over:
-        (row,) = claims_frame([own for own, _ in pairs], analysis).to_dict("records")
-        return f"{ours(row)} ×, {row['model']}"
-    values = [(_value(*pair), _is_clear(*pair)) for pair in pairs]
-    unit = "×" if claim.is_ratio else claim.unit
-    if len(values) > 1:
-        return _several([(value[0], is_clear) for value, is_clear in values], unit, "cells")
-    ((value, is_clear),) = values
-    if unit != "×":
-        return f"{number(value[0])} {unit}"
-    return f"{ratio(*value) if is_clear else interval(*value[1:], str(judged(m, value, analysis)))} {unit}"
-
-
-def _is_clear(m: Match, analysis: Analysis) -> bool:
-    """Of a ratio of times; what is no such ratio has no verdict."""
-    of_times = m.claim.of_phase == TOTAL if m.claim.ratio_to else m.claim.quantity not in FIT
-    return not (m.claim.is_ratio and of_times) or not without_figure(judged(m, _value(m, analysis), analysis))
-
-
-def standing(claim: Claim, results: Results) -> list[str]:
+def answer(claim: Claim, results: Results) -> list[str]:
     """What was measured, against which baseline, where; or why nothing was. Three cells of Markdown."""
-    if claim.same_as:
+    how, found = standing(claim, results)
+    if how == REPEATED:
         return [f"says the same as {claim.same_as}", "", ""]
     if claim.counted:
         said, where = bubble_tables.beside(claim.counted, claim.unit, results.place)
-        return [md(said), "the same", where]
-    if claim.is_one:
+        return [md(said), SAME, where]
+    if how == ONE:
         return [BY_DEFINITION, "", ""]
-    found = [] if claim.open else [one for form in claim.forms or "*" if (one := beside(claim, results, form))]
-    if not found:
+    if how == OPEN:
         why, where = f"open: {md(claim.open or 'no published results measure it')}", ""
         if claim.simulated:
             said, where = bubble_tables.beside(claim.simulated, claim.unit, results.place)
@@ -307,8 +124,14 @@ def some_claims(results: Results) -> str:
     heads = ["published", "what", "measured here", "baseline", "in"]
     every = {(s.id, c.id): (s, c) for s in load_claims() for c in s.claims}
     shown = [every[key] for key in SHOWN]
-    rows = [[f"{s.name}: **{claim_words.printed(c)}**", claim_words.what(c), *standing(c, results)] for s, c in shown]
-    return md_table(heads, rows).replace("RESULTS/", "results/")
+    rows = [[f"{s.name}: **{claim_words.printed(c)}**", claim_words.what(c), *answer(c, results)] for s, c in shown]
+    return "\n\n".join([md_table(heads, rows), in_all(totals(results))]).replace("RESULTS/", "results/")
+
+
+def claims_counted(results: Results) -> str:
+    """docs/claims.md's table of totals."""
+    counted = totals(results)
+    return md_table([*counted], [list(map(str, row)) for row in counted.itertuples(index=False)])
 
 
 def every_claim(results: Results) -> str:
@@ -319,7 +142,7 @@ def every_claim(results: Results) -> str:
 def _of_source(source: Source, results: Results) -> str:
     heads = ["id", "in the source's words", "number", "what", "measured here", "baseline", "in"]
     rows = [
-        [c.id, f"“{md(c.wording)}”", claim_words.printed(c), claim_words.what(c), *standing(c, results)]
+        [c.id, f"“{md(c.wording)}”", claim_words.printed(c), claim_words.what(c), *answer(c, results)]
         for c in source.claims
     ]
     said = f"{sum(len(c.printed) for c in source.claims)} numbers. Hardware: {source.hardware}. {source.protocol}."
@@ -356,7 +179,7 @@ def _duel(analysis: Analysis, folder: str, model: str, workload: str) -> list[st
 def _sessions(rows: Sequence[Row]) -> str:
     """Of how many sessions the rows are; tables of before `repeat=` do not say, and have one."""
     fewest = min(int(row.get("sessions", 1)) or 1 for row in rows)
-    return ONE if fewest == 1 else f"{fewest} sessions"
+    return ONE_SESSION if fewest == 1 else f"{fewest} sessions"
 
 
 def _rows(analysis: Analysis, model: str, workload: str) -> list[Record]:
@@ -415,7 +238,7 @@ def _marks(rows: Sequence[Row]) -> Iterator[str]:
     """What a table's intervals and marks mean, of the rows that it shows."""
     if any(_dirty(row) for row in rows):
         yield f"{DIRTY} The checkout had uncommitted changes, so the commit does not say all of what ran."
-    if _sessions(rows) == ONE:
+    if _sessions(rows) == ONE_SESSION:
         yield "Every figure of this table is of one session: what differs between two sessions is in no interval."
 
 
@@ -501,7 +324,6 @@ def _not_measured(name: str) -> str:
 # -- Predibase's ladder -----------------------------------------------------------------------------------------------
 
 LADDER = "predibase_ladder"  # the suite
-LADDERS = tuple(f"{LADDER}_{one}" for one in ("glue", "drop", "viggo", "gsm8k", "magicoder"))  # its folders
 
 
 def of_ladder(make: Callable[..., str], other: str = "") -> Callable[[Results], str]:
@@ -554,6 +376,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "best peer": duels,
     "stacks": stacks,
     "toggles alone": toggles_alone,
+    "claims counted": claims_counted,
     "every claim": every_claim,
     "ladder, start to end": of_ladder(lambda *found: _markdown(start_to_end(*found))),
     "ladder, steps": of_ladder(lambda *found: _markdown(steps_table(*found))),
@@ -581,7 +404,7 @@ FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", nargs="*", type=Path, help="files with markers, beside those of this project")
-    results = Results()
+    results = Results(ROOT / "results")
     for file in (*FILES, *parser.parse_args(arguments).file):
         text = file.read_text(encoding="utf-8")
         if (made := filled(text, results)) != text:

@@ -11,6 +11,7 @@ instant. Exit codes are the subcommand's own; 2 for a wrong one, 130 after Ctrl-
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -104,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What libraries are going to change is their users' business, and these are we: not of who runs a sweep.
     warnings.simplefilter("ignore", FutureWarning)
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # in the workers
+    # bitsandbytes, which peft imports, warns where the package `kernels` is not installed: for 4 bits on a CPU it has
+    # a kernel of its own then.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     command = COMMANDS[name]
     if command.help and HELP & set(arguments[1:]):
         print(command.help, end="")

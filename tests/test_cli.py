@@ -84,6 +84,14 @@ def test_python_m_lorabench_is_the_same(capsys):
     assert done.stdout == capsys.readouterr().out
 
 
+def test_bitsandbytes_does_not_report_a_kernel_that_is_not_installed():
+    """Its import, by peft's, logs a warning on a CPU with AVX-512 and bfloat16."""
+    warns = "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load')"
+    for command, said in (("", "Failed to load\n"), ("cli.main(['list', '--help'])", "")):
+        code = f"import logging; from lorabench import cli; {command or 'pass'}; {warns}"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == said
+
+
 def test_the_console_script_is_installed():
     (point,) = entry_points(group="console_scripts", name="lorabench")
     assert point.load() is cli.main

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from lorabench.measure.build import causal_lm, fill_weights
 from lorabench.measure.hooks import Hooks
 from lorabench.plan.weights import RANDOM
 from lorabench.record.store import StoreError
+
+# What PEFT adds to the path of a tensor.
+PEFT_PARTS = {"base_model", "model", "base_layer", "lora_A", "lora_B", "lora_magnitude_vector", "weight"}
 
 
 def with_adapters(
@@ -42,14 +46,29 @@ def with_adapters(
         hooks.each(Ablation.adapt, kwargs)
         config = LoraConfig(**kwargs.pop("config"))
         torch.manual_seed(seeds[name])
-        if model is None:
-            model = get_peft_model(base, config, adapter_name=name, **kwargs)
-        else:
-            model.add_adapter(name, config, **kwargs)
+        with warnings.catch_warnings():
+            # Of a name that is a part of "lora_", as `a` is: PEFT takes names off and puts them on part by part, so
+            # that such an adapter is saved and loaded like any other.
+            warnings.filterwarnings("ignore", "Adapter name .* should not be contained in the prefix")
+            if model is None:
+                model = get_peft_model(base, config, adapter_name=name, **kwargs)
+            else:
+                model.add_adapter(name, config, **kwargs)
     assert model is not None  # a file has at least one job
     model.train()
     hooks.each(Ablation.patch, model)
     return model
+
+
+def check_names(names: Iterable[str], skeleton: Any) -> None:
+    """Raises ValueError for a job that is named as a part of the model is. PEFT, which writes one adapter of several,
+    leaves out every tensor with another adapter's name in its path: here that would be weights of its own."""
+    parts = {part for path, _ in skeleton.named_modules() for part in path.split(".")}
+    if taken := next((name for name in names if name in parts | PEFT_PARTS), None):
+        raise ValueError(
+            f"job {taken}: a part of the model has this name, and PEFT would leave that part out of every other job's "
+            "adapter; expected another name"
+        )
 
 
 def parameters(model: Any, name: str) -> dict[str, torch.nn.Parameter]:

@@ -31,6 +31,7 @@ class Setup:
         self.adapted = {entry.name: file.adapted(entry) for entry in file.jobs}
         architecture.check(self.spec, [own.lora for own in self.adapted.values()])
         weights.check(self.spec)
+        base.check_names(self.adapted, architecture.skeleton(self.spec, layers=1))
         self.samples: dict[str, Parted] = {entry.name: self._samples(entry) for entry in file.jobs}
         self.dtype = machine.dtype(file.dtype)
         self.base = {

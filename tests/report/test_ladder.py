@@ -16,6 +16,7 @@ from lorabench.report.epoch import data_sets, epochs
 from lorabench.report.ladder_summary import conclusions, start_to_end, steps_table
 from lorabench.report.plots import figures
 from lorabench.report.shown import show
+from lorabench.report.standings import beside
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ("nf4_base", "sdpa", "padding", "gradient_checkpointing", "paged_adamw_32bit")
@@ -219,8 +220,8 @@ def test_a_claim_of_a_step_stands_beside_the_rung_on_its_own_baseline(record, se
     folder(tmp_path / "h200/predibase_ladder", several, [session()])
     with benchmark("readme_tables") as script:
         results = script.Results(tmp_path)
-        found = script.beside(claims["step-3-batch-size"], results)
+        found = beside(claims["step-3-batch-size"], results)
         assert found.baseline == "the same" and found.toggles == "`auto_batch_size`, as a step of the ladder"
         assert re.fullmatch(r"1\.5\d+ (to 1\.5\d+ )?× in 2 data sets", found.value), "2.1 over 1.39"
-        assert script.beside(claims["step-8-attention"], results) is None, "it could not be had"
-        assert "1.39" in script.beside(claims["step-2-fused-adam"], results).value
+        assert beside(claims["step-8-attention"], results) is None, "it could not be had"
+        assert "1.39" in beside(claims["step-2-fused-adam"], results).value

@@ -399,7 +399,7 @@ def summary(folder, line):
 
 
 def test_the_tables_of_readme_and_claims_are_those_that_the_script_makes(script):
-    results, filled = script.Results(), set()
+    results, filled = script.Results(script.ROOT / "results"), set()
     for file in script.FILES:
         text = file.read_text()
         filled |= {name for name in script.TABLES if f"<!-- /{name} -->" in text}
@@ -425,7 +425,7 @@ def test_a_claim_with_forms_has_a_value_of_each(script, record, session, folder,
     for shown in ([plain], [plain, wide]):
         made = [record([form], speedup=2.0 + len(form), **of_loads) for form in shown]
         folder(tmp_path / "h200/loading", made, [session()])
-        value, baseline, where = script.standing(claim, script.Results(tmp_path))
+        value, baseline, where = script.answer(claim, script.Results(tmp_path))
         assert re.findall(r"\(`(.*?)`\)", value) == shown and baseline == "the same", value
         assert where == "[loading](RESULTS/h200/loading/summary.md)"
 

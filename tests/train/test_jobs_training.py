@@ -117,11 +117,14 @@ def test_every_job_has_the_losses_that_it_has_alone(texts, way):
         assert found[name][-1] != found[name][0]
 
 
-def test_an_adapter_is_loaded_by_plain_peft_bit_for_bit(texts):
+@pytest.mark.parametrize("names", [("quick", "slow"), ("a", "lora")], ids=" ".join)
+def test_an_adapter_is_loaded_by_plain_peft_bit_for_bit(texts, names, recwarn):
+    """Also one whose name is in PEFT's own `lora_`, of which PEFT warns for nothing."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    made, _ = trained(file(texts, QUICK, SLOW))
+    made, _ = trained(file(texts, *(job | {"name": name} for job, name in zip((QUICK, SLOW), names, strict=True))))
+    assert not [w for w in recwarn if "prefix" in str(w.message)]
     ids = torch.arange(4, 16)[None]
     for job in made.jobs:
         folder = texts / "out" / "adapters" / job.name
@@ -133,6 +136,13 @@ def test_an_adapter_is_loaded_by_plain_peft_bit_for_bit(texts):
         assert own.keys() == ours.keys() and all(torch.equal(own[n], p) for n, p in ours.items())
         assert any(p.abs().sum() > 0 for n, p in own.items() if "lora_B" in n)
         assert plain(input_ids=ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q_proj", "layers", "lora_A", "model", "weight"])
+def test_a_job_that_is_named_as_a_part_of_the_model_is_refused(texts, name):
+    """PEFT would leave that part out of the other job's adapter, and say nothing."""
+    with pytest.raises(ValueError, match=f"job {name}: a part of the model has this name, .* expected another name"):
+        Setup(file(texts, QUICK, SLOW | {"name": name}), describe())
 
 
 @pytest.mark.parametrize(
