@@ -15,12 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.batch import Batch
 
+# From this torch on cuDNN's backward over segments is given their longest length (pytorch#186142); before, it took a
+# head's width for that, and the gradients of longer segments were wrong on a GPU.
+LENGTHS_READ = Version("2.14")
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -127,6 +131,9 @@ def cudnn_varlen(
     follow one another, as those of q in merged projections and of gradients with spare columns."""
     if 0 <= window < longest - 1:
         raise Unsupported("cuDNN's attention over segments has no sliding window; take varlen")
+    if longest > q.shape[-1] and Version(torch.__version__) < LENGTHS_READ:
+        wrong = f"torch before {LENGTHS_READ} has wrong gradients in cuDNN's attention over segments longer than a head"
+        raise Unsupported(f"{wrong} is wide; take varlen")
     attend = torch.ops.aten._cudnn_attention_forward
     q, k, v = (x.contiguous() for x in (q, k, v))
     try:

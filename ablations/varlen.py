@@ -41,7 +41,7 @@ class Varlen(Segmented):
 class VarlenCudnn(Segmented):
     """cuDNN's attention, which on a Hopper GPU is the fastest over dense rows, by the operator that torch has for its
     nested tensors. By its source torch of about 2.11 builds a plan anew in each call, and a newer one keeps it for each
-    number of segments and each longest one."""
+    number of segments and each longest one. On a GPU torch 2.11's gradients were wrong."""
 
     name: ClassVar[str] = "varlen_cudnn"
     summary: ClassVar[str] = "cuDNN's attention over segments, no package needed"

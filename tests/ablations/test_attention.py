@@ -109,6 +109,7 @@ def cudnn(monkeypatch):
             return grad
 
     monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", kernel)
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
 
 
 NAMES = {"flash_attention_2": "flash", "varlen": "varlen", "varlen_cudnn": "cudnn", "xformers": "xformers"}
@@ -293,6 +294,9 @@ def test_cudnn_s_attention_over_segments_says_what_it_has_not(monkeypatch):
     q, cu = torch.randn(7, 4, 8), torch.tensor([0, 3, 7])
     with pytest.raises(Unsupported, match="no sliding window; take varlen"):
         cudnn_varlen(q, q, q, cu, 4, None, 2)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    with pytest.raises(Unsupported, match=r"torch before 2.14 has wrong gradients .* take varlen"):
+        cudnn_varlen(q, q, q, cu, 9, None, -1)
 
     def refuses(*given, scale):
         raise RuntimeError(words)
