@@ -38,8 +38,7 @@ class Setup:
             "model": self.spec.name, "weights": self.spec.weights, "files": self.spec.fingerprint, "dtype": self.dtype,
         }  # fmt: skip
         self.saved = state.read(file.output)
-        if self.saved is not None:
-            state.check(self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
+        state.check(file.output, self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
 
     def _samples(self, entry: Entry) -> Parted:
         try:
