@@ -197,6 +197,37 @@ def test_a_killed_training_goes_on_where_it_was_saved(texts, dropout):
         assert all(torch.equal(a, b) for a, b in zip(job.parameters, other.parameters, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 9}, "batch_size 9: expected at most 8, the number of rows that it is trained on"),
+        (
+            {"batch_size": 7, "early_stop": {"held_out": 0.25}},
+            "batch_size 7: expected at most 6, the number of rows that it is trained on",
+        ),
+        ({"micro_batch_size": 3}, "micro_batch_size 3: expected at most 2, its batch_size"),
+        ({"warmup_steps": 6}, "warmup_steps 6: expected at most 5, the number of its steps"),
+        (
+            {"data": {"mixed.jsonl": {"samples": 4}}},
+            "data with samples is for a sweep's step; expected the job's own batch_size, steps and epochs",
+        ),
+        (
+            {"data": {"mixed.jsonl": {"samples": 0}}},
+            "the workload mixed.jsonl: samples: of a text expected 1 or more",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_of_an_entry_that_do_not_go_together_are_one_line(texts, change, says, capsys, monkeypatch):
+    monkeypatch.chdir(texts)
+    path = written(texts / "jobs.yaml", SLOW, QUICK | change)
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"job quick: {says}" in said
+    assert not (texts / "out").exists()
+
+
 def tree(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
