@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,10 @@ def read_sessions(folder: Path) -> list[dict[str, Any]]:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
 
 
+@cache
 def _half_written(path: Path, fragment: bytes, became: str) -> None:
-    """Told by whoever meets the line, through Python's logging: where nobody set that up, on stderr."""
+    """Told by whoever meets the line, once where it is read twice, through Python's logging: where nobody set that up,
+    on stderr."""
     told = f"{path} was half written ({len(fragment)} bytes, {became}); the same sweep measures again what it was of"
     logging.getLogger("lorabench").warning(f"lorabench: the last line of {told}")
 
