@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from lorabench.contract.names import nearest, one_line
+from lorabench.contract.names import complain, nearest
 from lorabench.run.signals import handled
 
 HELP = {"-h", "--help", "help"}
@@ -125,12 +125,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry(name: str) -> None:
     """`python -m lorabench.NAME`: the subcommand of that name."""
     raise SystemExit(main([name, *sys.argv[1:]]))
-
-
-def complain(error: object, code: int = 2) -> int:
-    """One line for the user; returns the exit code."""
-    print(f"lorabench: {one_line(error)}", file=sys.stderr)
-    return code
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:

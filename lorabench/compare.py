@@ -7,8 +7,9 @@
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
 different GPU. Where the two runs are of different hardware, that is a row of its own: how long the same reference took
-on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower or fails
-now; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of the reference.
+on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower, fails now
+or is gone, or A has none; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of
+the reference.
 """
 
 from __future__ import annotations
@@ -198,13 +199,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the results folder to compare with")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the results folder in question")
     parser.add_argument("against", nargs="?", type=against, metavar="against=NAME", help="show every arm over this one")
-    parser.add_argument("--fail-on-regression", action="store_true", help="exit 1 where a cell is slower or fails now")
+    parser.add_argument(
+        "--fail-on-regression", action="store_true", help="exit 1 where a cell is slower, failed or gone"
+    )
     asked = parser.parse_intermixed_args(arguments)
-    from lorabench.record.store import RECORDS
+    from lorabench.record.store import RecordError, check_folder
 
-    for run in (asked.run_a, asked.run_b):  # before the slow imports
-        if not (run / RECORDS).exists():
-            return complain(f"{run.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
+    try:
+        check_folder(asked.run_a)
+        check_folder(asked.run_b)
+    except RecordError as error:
+        return complain(error)
     console = Console()
     console.print("reading both …", style="dim")
     from lorabench.report.analysis import Analysis
@@ -224,4 +229,17 @@ def main(arguments: list[str]) -> int:
     console.print(table(shown))
     for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))
-    return 1 if asked.fail_on_regression and any(o in REGRESSIONS for o in counts) else 0
+    return _regressions(changes, asked.run_a, asked.run_b) if asked.fail_on_regression else 0
+
+
+def _regressions(changes: Sequence[Change], run_a: Path, run_b: Path) -> int:
+    """The exit code. A cell that was measured once and is not any more may hide a regression."""
+    from lorabench.report.contrasts import toggles
+
+    before = [c.before for c in changes if c.before]
+    if gone := [c.before for c in changes if c.before and not c.after]:
+        cells = "; ".join(f"{r.model} @ {r.workload}: {toggles(r)}" for r in gone)
+        return complain(f"{run_b} lacks {len(gone)} of the {len(before)} cells of {run_a}: {cells}", 1)
+    if not before:
+        return complain(f"{run_a} has no cells to compare {run_b} with", 1)
+    return 1 if any(c.outcome in REGRESSIONS for c in changes) else 0

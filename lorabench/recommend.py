@@ -200,8 +200,6 @@ def _recommend(
     from lorabench.report.write import Report
 
     command = ["python", "-m", "lorabench.recommend", *arguments]
-    if store.repaired:
-        console.print(f"[yellow]{escape(store.repaired)}")
     if store.arms() and config.resume is False:
         raise ConfigError(f"{config.output} already holds {len(store.arms())} records; resume=true, or another output=")
     load = load_average()

@@ -23,7 +23,6 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from lorabench.contract.names import NameUnknown, counted
 from lorabench.listing import say_rows, show_ablations, show_plan
@@ -201,8 +200,6 @@ def _measure(store: Store, queue: Queue, config: Any, arguments: list[str], cons
     """Measure what is missing, and store it."""
     from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT
 
-    if store.repaired:
-        console.print(f"[yellow]{escape(store.repaired)}")
     if (rounds := kept(store)) is not None:
         console.print(
             f"[yellow]the last sweep was ended after {rounds} rounds of a family; they are kept, and it goes on"

@@ -75,7 +75,7 @@ def test_a_report_of_a_folder_without_records_names_the_folder(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert cli.main(["report", "."]) == 2
     wanted = "expected the folder that a sweep had as output="
-    assert capsys.readouterr().err == f"{tmp_path} has no records.jsonl; {wanted}\n"
+    assert capsys.readouterr().err == f"lorabench: {tmp_path} has no records.jsonl; {wanted}\n"
 
 
 def test_python_m_lorabench_is_the_same(capsys):

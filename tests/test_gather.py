@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from record.arms import Simulated, written
 
-from lorabench import gather
+from lorabench import compare, gather
+from lorabench import sweep as sweeps
 from lorabench.record.schema import Record
 from lorabench.record.store import Store, read_arms, read_records, read_sessions
+from lorabench.report import __main__ as report
 
 
 def folder(path, session, *keys, replicates=(0,)):
@@ -75,6 +79,44 @@ def test_what_a_session_measured_later_joins_the_arms_that_it_was_measured_with(
     assert [(arm.arm, arm.replicate) for arm in read_arms(into) if arm.session == "b"] == [
         ("reference", 1), ("x", 1), ("y", 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["gather", "compare", "report"])
+def test_a_half_written_last_line_is_told_whoever_reads_it(tmp_path, caplog, command):
+    source, into = folder(tmp_path / "one", "a", "one"), folder(tmp_path / "all", "b", "one")
+    with open(source / "records.jsonl", "ab") as file:
+        file.write(b'{"schema"')
+    mains = {
+        "gather": lambda: gather.main([str(into), str(source)]),
+        "compare": lambda: compare.main([str(source), str(source)]),
+        "report": lambda: report.main([str(source)]),
+    }
+    assert mains[command]() == 0
+    told = f"lorabench: the last line of {source / 'records.jsonl'} was half written (9 bytes, {{}}); "
+    told += "the same sweep measures again what it was of"
+    assert caplog.messages == [told.format("left out")]
+    assert gather.main([str(source), str(into)]) == 0
+    assert caplog.messages[1:] == [told.format("kept in records.jsonl.fragment")]
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "environment.json"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, capsys, monkeypatch):
+    source, read = folder(tmp_path / "one", "a", "one"), Path.read_bytes
+
+    def refused(path):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    sweep = ["models=[tiny-llama]", "workload=1x8", "ablations=[]", "dry_run=true", f"output={tmp_path / 'out'}"]
+    for command in (
+        lambda: gather.main([str(tmp_path / "all"), str(source)]),
+        lambda: sweeps.main([*sweep, f"estimate_from=[{source}]"]),
+    ):
+        assert command() == 2
+        assert capsys.readouterr().err == f"lorabench: {source / name} cannot be read: Permission denied\n"
+    assert not (tmp_path / "all").exists()
 
 
 @pytest.mark.parametrize("wrong", ["missing", "corrupt"])

@@ -183,6 +183,7 @@ OTHER_MEANINGS = {
     ("lorabench/plan/jobs_file.py", "linear"): "a schedule of the learning rate",
     ("lorabench/plan/jobs_file.py", "batch_size"): "a field of a workload",
     ("lorabench/train/crew.py", "batch_size"): "a field of a workload",
+    ("lorabench/train/job.py", "batch_size"): "a key of a job's entry, and a field of a workload",
     ("lorabench/train/state.py", "step"): "how many steps a job has made",
     ("lorabench/train/trainer.py", "step"): "how many steps a job has made",
     ("lorabench/train/trainer.py", "loss"): "a field of losses.jsonl",

@@ -31,7 +31,7 @@ def jobs_of(model: ModelSpec, workload: Workload, seed: int) -> list[Job]:
     """
     if not workload.jobs:
         return [Job("", ADAPTER, workload, model.lora, LEARNING_RATE, seed)]
-    base = workload.model_dump(exclude={"jobs"})
+    base = workload.model_dump(exclude={"jobs"}, exclude_unset=True)
     return [
         Job(
             spec.name, spec.name, Workload.model_validate(base | spec.workload | {"name": spec.name}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,12 @@ def one_line(error: object) -> str:
     """A complaint as one line, which says at its end what was expected: whatever of a user's text it repeats is cut in
     the middle."""
     return _cut(" ".join(str(error).split()), LONGEST_LINE)
+
+
+def complain(error: object, code: int = 2) -> int:
+    """One line for the user; returns the exit code."""
+    print(f"lorabench: {one_line(error)}", file=sys.stderr)
+    return code
 
 
 def _cut(text: str, longest: int = LONGEST_NAME) -> str:

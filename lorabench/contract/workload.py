@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from lorabench.contract.names import nearest
 
@@ -134,6 +134,13 @@ class Workload(BaseModel):
             names = [*tables["measured"], *tables["approximate"]]
             if value not in names:
                 raise nearest("length distribution", value, names)
+        return value
+
+    @field_validator("samples")
+    @classmethod
+    def _some(cls, value: int, info: ValidationInfo) -> int:
+        if not value and info.data.get("kind") == "text":
+            raise ValueError("of a text expected 1 or more")
         return value
 
     @model_validator(mode="after")

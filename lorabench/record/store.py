@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ class StoreError(OSError):
     """The folder cannot be used or written; the message is one line for the user."""
 
 
+def check_folder(folder: Path) -> None:
+    """Whether a sweep wrote here: asked before what takes seconds to import. Raises RecordError."""
+    if not (folder / RECORDS).exists():
+        raise RecordError(f"{folder.resolve()} has no {RECORDS}; expected the folder that a sweep had as output=")
+
+
 def read_records(path: Path, against: str | None = None) -> list[Record]:
     """The pairs of arms in a folder (or in a records.jsonl): a cell that was measured in several sessions has several.
 
@@ -56,13 +64,18 @@ def read_arms(path: Path) -> list[ArmRecord]:
     """All arms of a folder (or of a records.jsonl), in the order of its lines; one of schema 1 or 2 has two.
 
     Raises RecordError for a line that is no record. A last line without its newline is a write that was cut off:
-    it is left out here and repaired by `Store`.
+    it is left out here and repaired by `Store`; either says so.
     """
-    path = path / RECORDS if path.is_dir() else path
-    if not path.is_file():  # a pipe of that name would be waited for
-        there = "no regular file" if path.exists() else "no such file"
-        raise RecordError(f"{path}: {there}; expected the {RECORDS} that a sweep writes into its output")
-    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        path = path / RECORDS if path.is_dir() else path
+        if not path.is_file():  # a pipe of that name would be waited for
+            there = "no regular file" if path.exists() else "no such file"
+            raise RecordError(f"{path}: {there}; expected the {RECORDS} that a sweep writes into its output")
+        *lines, fragment = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    if fragment:
+        _half_written(path, fragment, "left out")
     found: list[ArmRecord] = []
     measured: Counter[Place] = Counter()  # older lines of one cell and session: none replaces another
     for number, line in enumerate(lines, start=1):
@@ -79,15 +92,25 @@ def read_arms(path: Path) -> list[ArmRecord]:
 def read_sessions(folder: Path) -> list[dict[str, Any]]:
     """The sweep runs in environment.json, oldest first; [] without that file. Raises RecordError."""
     path = folder / ENVIRONMENT
-    if not path.exists():
-        return []
     try:
+        if not path.exists():
+            return []
         content = path.read_bytes()
         Environment.model_validate_json(content)
         return json.loads(content)["sessions"]
     except ValidationError as error:
         words = _first(error, "expected a JSON object with `sessions`")
         raise RecordError(f"{path} is not an environment file: {words}") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+
+
+@cache
+def _half_written(path: Path, fragment: bytes, became: str) -> None:
+    """Told by whoever meets the line, once where it is read twice, through Python's logging: where nobody set that up,
+    on stderr."""
+    told = f"{path} was half written ({len(fragment)} bytes, {became}); the same sweep measures again what it was of"
+    logging.getLogger("lorabench").warning(f"lorabench: the last line of {told}")
 
 
 def _first(error: ValidationError, otherwise: str) -> str:
@@ -164,7 +187,6 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.repaired: str | None = None  # what was set aside, in words
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Store:
@@ -198,10 +220,7 @@ class Store:
                 os.fsync(aside.fileno())
             file.truncate(end)
             os.fsync(file.fileno())
-        self.repaired = (
-            f"the last line of {path} was half written ({len(fragment)} bytes, kept in {RECORDS}.fragment); "
-            f"what it was of is measured again"
-        )
+        _half_written(path, fragment, f"kept in {RECORDS}.fragment")
 
     def records(self) -> list[Record]:
         return read_records(self.folder)

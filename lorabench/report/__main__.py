@@ -5,8 +5,9 @@
 
 Nothing is measured: summary.md, .csv and .tex, plots/ and report.html are written anew into the folder, its records
 stay as they are; rounds of a sweep that was ended before it wrote its records become records that say so.
-against=NAME shows every arm over the arm of that name, which shared its rounds, instead of over the reference. Exit
-code 2 and one line where the folder cannot be read or written, or no arm has that name.
+against=NAME shows every arm over the arm of that name, which shared its rounds, instead of over the reference, in the
+same files; without it the next report shows them over the reference again. Exit code 2 and one line where the folder
+cannot be read or written, has no record, or no arm has that name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from lorabench.contract.names import one_line
+from lorabench.contract.names import complain
 from lorabench.report import against
 
 
@@ -26,13 +27,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("against", nargs="?", type=against, metavar="against=NAME", help="show every arm over this one")
     asked = parser.parse_intermixed_args(arguments)
     folder = asked.run
-    from lorabench.record.store import RECORDS, Store, StoreError
+    from lorabench.record.store import RECORDS, RecordError, Store, StoreError, check_folder
     from lorabench.run.journal import JOURNAL, kept
 
-    if folder.is_dir() and not (folder / RECORDS).exists():
-        wanted = "the folder that a sweep had as output="
-        print(f"{folder.resolve()} has no {RECORDS}; expected {wanted}", file=sys.stderr)
-        return 2
+    try:
+        check_folder(folder)
+    except RecordError as error:
+        return complain(error)
     from rich.console import Console
 
     console = Console()
@@ -45,12 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         report = Report.of(folder, asked.against)
+        if not report.analysis.arms:
+            raise RecordError(f"{folder / RECORDS} has no record; expected one at least (no report was written)")
         written = report.write()
     except (OSError, ValueError) as error:  # RecordError is a ValueError, StoreError an OSError
-        print(one_line(error), file=sys.stderr)
-        return 2
+        return complain(error)
     report.show(console)
     print("\n".join(str(path) for path in written))
+    if asked.against:
+        print(f"these show every arm over {asked.against}; the same command without against= shows the reference again")
     return 0
 
 

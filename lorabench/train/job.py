@@ -15,6 +15,7 @@ from lorabench.contract.job import Job
 from lorabench.plan.jobs_file import EarlyStop, Entry
 
 WAITING, RUNNING, DONE, STOPPED, NAN = "waiting", "running", "done", "stopped early", "not a number"
+OF_A_SWEEP = ("samples", "batch_size", "jobs")  # fields of a text that a job says by itself
 HELD_OUT = 1 << 32  # no epoch has this number: the draw of what is held out
 
 
@@ -47,9 +48,9 @@ class Training:
     def __post_init__(self) -> None:
         from transformers import get_scheduler
 
-        entry, last = self.entry, self.steps
+        entry = self.entry
         named = "constant_with_warmup" if entry.schedule == "constant" else entry.schedule
-        self.rate: Any = get_scheduler(named, self.optimizer, min(entry.warmup_steps, last), last)
+        self.rate: Any = get_scheduler(named, self.optimizer, entry.warmup_steps, self.steps)
 
     @property
     def name(self) -> str:
@@ -61,9 +62,7 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Of the whole job."""
-        most = max(1, math.ceil(self.entry.epochs * self.steps_an_epoch))
-        return most if self.entry.steps is None else min(most, self.entry.steps)
+        return steps_of(self.entry, len(self.samples))
 
     @property
     def ended(self) -> bool:
@@ -99,6 +98,26 @@ class Training:
             mine.worse += 1
         if mine.worse >= stop.patience and not self.ended:
             mine.status = STOPPED
+
+
+def steps_of(entry: Entry, rows: int) -> int:
+    """Of the whole job, over so many rows."""
+    most = max(1, math.ceil(entry.epochs * math.ceil(rows / entry.batch_size)))
+    return most if entry.steps is None else min(most, entry.steps)
+
+
+def check(entry: Entry, rows: int) -> None:
+    """Raises ValueError for numbers that do not go together, over so many rows that are trained on."""
+    of_text = next(iter(entry.data.values())) if isinstance(entry.data, dict) else {}
+    if own := next((field for field in OF_A_SWEEP if field in of_text), None):
+        raise ValueError(f"data with {own} is for a sweep's step; expected the job's own batch_size, steps and epochs")
+    for name, value, most, which in (
+        ("batch_size", entry.batch_size, rows, "the number of rows that it is trained on"),
+        ("micro_batch_size", entry.micro_batch_size or 1, entry.batch_size, "its batch_size"),
+        ("warmup_steps", entry.warmup_steps, steps_of(entry, rows), "the number of its steps"),
+    ):
+        if value > most:
+            raise ValueError(f"{name} {value}: expected at most {most}, {which}")
 
 
 def parted(samples: Sequence[Sample], entry: Entry) -> tuple[list[Sample], list[Sample]]:

@@ -17,7 +17,7 @@ from lorabench.measure.hooks import Hooks
 from lorabench.plan import architecture, samples, weights
 from lorabench.plan.jobs_file import Entry, JobsFile, JobsFileError, text_of
 from lorabench.train import base, state
-from lorabench.train.job import Training, parted
+from lorabench.train.job import Training, check, parted
 from lorabench.train.trainer import Told, Trainer
 
 Parted = tuple[list[Sample], list[Sample]]
@@ -38,13 +38,14 @@ class Setup:
             "model": self.spec.name, "weights": self.spec.weights, "files": self.spec.fingerprint, "dtype": self.dtype,
         }  # fmt: skip
         self.saved = state.read(file.output)
-        if self.saved is not None:
-            state.check(self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
+        state.check(file.output, self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
 
     def _samples(self, entry: Entry) -> Parted:
         try:
             torch.nn.ModuleDict({entry.name: torch.nn.Identity()})  # by which PEFT holds an adapter
-            return parted(samples.every(text_of(entry), self.spec), entry)
+            found = parted(samples.every(text_of(entry), self.spec), entry)
+            check(entry, len(found[0]))
+            return found
         except (KeyError, ValueError) as error:
             what = f"the name is one of torch's own: {error}" if isinstance(error, KeyError) else error
             raise JobsFileError(f"job {entry.name}: {what}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from lorabench.contract.hooks import first_line
 from lorabench.record.store import StoreError, write_atomically
 from lorabench.train.job import Progress, Training
 
-STATE, LOSSES = "state.safetensors", "losses.jsonl"
+STATE, LOSSES, ADAPTERS = "state.safetensors", "losses.jsonl", "adapters"
 MAY_CHANGE = ("arrives_after",)  # of a job's entry, once it has begun
-RANDOM = "random"
+RANDOM = ".random"  # no job's name begins so
 
 
 class StateError(ValueError):
@@ -33,15 +33,24 @@ class Saved:
     jobs: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
+    def others(self, jobs: Sequence[Training]) -> Saved:
+        """What it holds of jobs that are not among these."""
+        told = {name: own for name, own in self.jobs.items() if name not in {job.name for job in jobs}}
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name.partition(".")[0] in told}
+        return replace(self, jobs=told, tensors=tensors)
+
 
 def save(
-    folder: Path, tick: int, base: Mapping[str, Any], jobs: Sequence[Training], random: Sequence[torch.Tensor]
-) -> None:
-    """Raises StoreError."""
+    folder: Path, tick: int, base: Mapping[str, Any], jobs: Sequence[Training], random: Sequence[torch.Tensor],
+    others: Saved | None,
+) -> None:  # fmt: skip
+    """`others`: jobs of earlier starts that the file does not name now, which may come back. Raises StoreError."""
     from safetensors.torch import save as encoded
 
     tensors = {f"{RANDOM}.{i}": state for i, state in enumerate(random)}
     told: dict[str, Any] = {}
+    if others is not None:
+        tensors, told = tensors | others.tensors, dict(others.jobs)
     for job in jobs:
         state = job.optimizer.state_dict()
         plain: dict[str, dict[str, Any]] = {}
@@ -78,8 +87,17 @@ def read(folder: Path) -> Saved | None:
         raise StateError(f"{path} cannot be read: {first_line(error)}; expected what lorabench jobs wrote") from None
 
 
-def check(saved: Saved, base: Mapping[str, Any], jobs: Mapping[str, Any]) -> None:
-    """Whether these jobs (their entries, by name) can go on from it. Raises StateError."""
+def check(folder: Path, saved: Saved | None, base: Mapping[str, Any], jobs: Mapping[str, Any]) -> None:
+    """Whether these jobs (their entries, by name) can go on from what is saved, and write over nothing that it does not
+    hold. Raises StateError."""
+    unknown = [folder / ADAPTERS / name for name in jobs if saved is None or name not in saved.jobs]
+    unknown += [folder / LOSSES] if saved is None else []
+    if there := next((path for path in unknown if path.exists()), None):
+        raise StateError(
+            f"{there} is of a run whose state is not in {folder / STATE}; expected that state, or another output"
+        )
+    if saved is None:
+        return
     if saved.base != dict(base):
         key = next(key for key in base if saved.base.get(key) != base[key])
         raise StateError(

@@ -25,8 +25,8 @@ from lorabench.train import state
 from lorabench.train.base import save_adapter
 from lorabench.train.crew import Crew
 from lorabench.train.job import NAN, RUNNING, Training
+from lorabench.train.state import ADAPTERS
 
-ADAPTERS = "adapters"  # folder inside the output
 LESS = 0.75  # of a budget of tokens that was too much
 Told = Callable[[str], None]
 
@@ -42,12 +42,13 @@ class Trainer:
         self.folder, self.base, self.save_every, self.tell = folder, base, save_every, tell
         self.tick, self.tokens = 0, 0
         self._crew: Crew | None = None
+        self._others: state.Saved | None = None
 
     def resume(self, saved: state.Saved | None) -> None:
         """Go on from a state. Raises StoreError."""
         if saved is None:
             return
-        self.tick = saved.tick
+        self.tick, self._others = saved.tick, saved.others(self.jobs)
         for job in self.jobs:
             state.restore(saved, job)
         kept = [saved.tensors[name] for name in sorted(n for n in saved.tensors if n.startswith(state.RANDOM))]
@@ -57,6 +58,10 @@ class Trainer:
     def run(self, show: Callable[[Trainer], None]) -> None:
         """Until every job has ended; `show` is called after every tick. Raises StoreError, Unsupported, and
         OutOfMemoryError where no micro-batch is small enough."""
+        self.save()  # before there is a loss or an adapter, so that none is ever without its state
+        for job in self.jobs:
+            if job.ended and not (self.folder / ADAPTERS / job.name).exists():
+                self._end(job)
         while here := self._here():
             before = [job for job in here if not job.ended]
             self._tick(here)
@@ -68,7 +73,7 @@ class Trainer:
             show(self)
 
     def save(self) -> None:
-        state.save(self.folder, self.tick, self.base, self.jobs, random_states(self.device))
+        state.save(self.folder, self.tick, self.base, self.jobs, random_states(self.device), self._others)
 
     def _here(self) -> list[Training]:
         """The jobs of the next tick. Where all that are there have ended, the next ones need not wait any longer."""

@@ -184,6 +184,7 @@ WRONG = {
     "role_in_a_part": ('{"prompt": [{"role": "usr", "content": "y"}], "completion": []}\n', {}, "did you mean user?"),
     "length": (GOOD * 2, {"seq_len": 2, "samples": 3}, "has 2 rows; the workload needs 3"),
     "named": (GOOD, {"fields": ["txt"]}, "no field named 'txt' in {path} line 1; did you mean text?"),
+    "no_samples": (GOOD, {"samples": 0}, "samples: of a text expected 1 or more"),
     "key": (GOOD, {"lenght": 3}, "no field named 'lenght'"),
     "tokenizer": (GOOD, {"tokenizer": "./nowhere"}, "no such folder"),
 }  # fmt: skip

@@ -98,6 +98,18 @@ def test_command_line(tmp_path, record, folder, capsys, broken):
     assert said.startswith("lorabench: ") and "records.jsonl" in said
 
 
+def test_cells_that_are_gone_are_a_regression_and_named(tmp_path, record, folder, capsys):
+    a = folder(tmp_path / "a", [record([]), record(["x"], speedup=1.4), record(["y"])])
+    b = folder(tmp_path / "b", [record([]), record(["x"], speedup=1.4)])
+    assert main([str(a), str(b)]) == 0
+    assert main([str(b), str(a), "--fail-on-regression"]) == 0
+    assert main([str(a), str(b), "--fail-on-regression"]) == 1
+    assert capsys.readouterr().err == f"lorabench: {b} lacks 1 of the 2 cells of {a}: smollm2-135m @ alpaca: y\n"
+    (b / "records.jsonl").write_bytes(b"")
+    assert main([str(b), str(b), "--fail-on-regression"]) == 1
+    assert capsys.readouterr().err == f"lorabench: {b} has no cells to compare {b} with\n"
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_folder_without_records_is_told_before_the_other_is_read(
     wrong, tmp_path, record, folder, capsys, monkeypatch

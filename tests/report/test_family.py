@@ -144,8 +144,9 @@ def test_where_the_rounds_seconds_are_not_known_no_share_is_said(folder):
     assert "Trials were" not in (folder / "summary.md").read_text()
 
 
-def test_the_report_against_another_arm(folder):
+def test_the_report_against_another_arm(folder, capsys):
     assert report.main([str(folder), "against=a"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("these show every arm over a; the same command without")
     text = (folder / "summary.md").read_text()
     assert "## smollm2-135m @ alpaca, against a\n" in text
     analysis = Analysis.read(folder, against="a")
@@ -214,8 +215,10 @@ def test_two_folders_are_compared_over_the_arm_that_is_named(folder, tmp_path, c
     assert outcomes["reference"].outcome == "same"
     assert outcomes["reference"].ratios[0].centre == pytest.approx(1 / 1.5, rel=0.01)
     assert outcomes["d"].outcome == "appeared"
-    assert compare.main([str(folder), str(other), "--fail-on-regression", "against=a"]) == 0
+    assert compare.main([str(folder), str(other), "against=a"]) == 0
     assert "1 same" in capsys.readouterr().out
+    assert compare.main([str(folder), str(other), "--fail-on-regression", "against=a"]) == 1
+    assert f"{other} lacks" in capsys.readouterr().err
 
 
 def test_where_the_wall_time_went(folder, tmp_path, capsys, monkeypatch):

@@ -57,7 +57,7 @@ def test_rounds_of_a_sweep_that_was_ended_become_records_unless_it_still_runs(tm
         ms = {arm.arm: (1 + (arm.role == "reference")) * (20.0 + n) for arm in arms}
         journal.round(n, {name: [Turn(n, 0, dict.fromkeys(phases, each))] for name, each in ms.items()})
     with Store(run):
-        assert main([str(run)]) == 0
+        assert main([str(run)]) == 2
         assert (run / JOURNAL).exists() and not read_arms(run)
     assert main([str(run)]) == 0
     assert not (run / JOURNAL).exists() and [len(arm.rounds) for arm in read_arms(run)] == [9, 9]
@@ -105,6 +105,27 @@ def test_command_line(tmp_path, record, folder, capsys):
     assert main([str(run)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and "nowhere" in errors[0] and "line 1" in errors[1]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"schema": 3, "fam'])
+def test_records_without_a_whole_line_leave_the_report_as_it_is(content, tmp_path, record, folder, capsys):
+    run = folder(tmp_path, [record(["a"], status="crash")])
+    assert main([str(run)]) == 0
+    before = {name: (run / name).read_bytes() for name in TEXTS}
+    (run / "records.jsonl").write_bytes(content)
+    capsys.readouterr()
+    assert main([str(run)]) == 2
+    said = f"lorabench: {run / 'records.jsonl'} has no record; expected one at least (no report was written)\n"
+    assert capsys.readouterr().err == said
+    assert {name: (run / name).read_bytes() for name in TEXTS} == before
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "records.jsonl"])
+def test_what_is_no_sweep_s_folder_is_told_before_it_is_read(wrong, tmp_path, record, folder, capsys):
+    path = folder(tmp_path, [record(["a"], status="crash")]) / wrong
+    assert main([str(path)]) == 2
+    wanted = "has no records.jsonl; expected the folder that a sweep had as output="
+    assert capsys.readouterr().err == f"lorabench: {path} {wanted}\n"
 
 
 def test_a_broken_environment_is_one_clear_error(tmp_path, record, folder, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -194,6 +195,91 @@ def test_a_killed_training_goes_on_where_it_was_saved(texts, dropout):
     assert found == usual
     for job, other in zip(again.jobs, whole.jobs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(job.parameters, other.parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 9}, "batch_size 9: expected at most 8, the number of rows that it is trained on"),
+        (
+            {"batch_size": 7, "early_stop": {"held_out": 0.25}},
+            "batch_size 7: expected at most 6, the number of rows that it is trained on",
+        ),
+        ({"micro_batch_size": 3}, "micro_batch_size 3: expected at most 2, its batch_size"),
+        ({"warmup_steps": 6}, "warmup_steps 6: expected at most 5, the number of its steps"),
+        (
+            {"data": {"mixed.jsonl": {"samples": 4}}},
+            "data with samples is for a sweep's step; expected the job's own batch_size, steps and epochs",
+        ),
+        (
+            {"data": {"mixed.jsonl": {"samples": 0}}},
+            "the workload mixed.jsonl: samples: of a text expected 1 or more",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_of_an_entry_that_do_not_go_together_are_one_line(texts, change, says, capsys, monkeypatch):
+    monkeypatch.chdir(texts)
+    path = written(texts / "jobs.yaml", SLOW, QUICK | change)
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"job quick: {says}" in said
+    assert not (texts / "out").exists()
+
+
+def tree(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_results_without_their_state_are_not_written_over(texts, capsys):
+    path, out = written(texts / "jobs.yaml", QUICK), texts / "out"
+    assert command.main([str(path)]) == 0
+    (out / state.STATE).unlink()
+    before = tree(out)
+    for left in (out / state.ADAPTERS / "quick", out / state.LOSSES):
+        capsys.readouterr()
+        assert command.main([str(path)]) == 2
+        wanted = f"of a run whose state is not in {out / state.STATE}; expected that state, or another output"
+        assert capsys.readouterr().err == f"lorabench: {left} is {wanted}\n"
+        assert tree(out) == before
+        before = {name: content for name, content in before.items() if state.ADAPTERS not in name.parts}
+        shutil.rmtree(out / state.ADAPTERS, ignore_errors=True)
+
+
+def test_a_training_that_is_killed_before_its_first_save_goes_on(texts):
+    with pytest.raises(KeyboardInterrupt):
+        trained(file(texts, QUICK), stop_at(2))
+    _, found = trained(file(texts, QUICK))
+    _, alone = alone_of("quick")
+    assert found["quick"] == pytest.approx(alone["quick"], rel=1e-5)
+
+
+def test_a_lost_adapter_is_written_again_from_the_state(texts):
+    trained(file(texts, QUICK, SLOW))
+    before = tree(texts / "out")
+    shutil.rmtree(texts / "out" / state.ADAPTERS / "quick")
+    told: list[str] = []
+    trained(file(texts, QUICK, SLOW), told=told)
+    assert tree(texts / "out") == before
+    assert told == ["quick: done after 5 steps, in adapters/quick"]
+
+
+def test_a_job_that_the_file_leaves_out_for_a_while_goes_on(texts):
+    with pytest.raises(KeyboardInterrupt):
+        trained(file(texts, QUICK, SLOW, save_every=1), stop_at(2))
+    made, _ = trained(file(texts, SLOW))
+    assert made.tick == 4
+    _, found = trained(file(texts, QUICK, SLOW))
+    for name in ("quick", "slow"):
+        _, alone = alone_of(name)
+        assert found[name] == pytest.approx(alone[name], rel=1e-4)
+
+
+def test_a_job_may_be_called_as_what_else_the_state_holds(texts):
+    trained(file(texts, QUICK | {"name": "random"}))
+    saved = state.read(texts / "out")
+    assert saved is not None and [n for n in saved.tensors if n.startswith(state.RANDOM)] == [".random.0"]
 
 
 def test_jobs_join_while_others_run_and_in_a_second_start(texts):
