@@ -172,12 +172,8 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, and the next one where it ends with a colon; at most 500 characters, in
-    what UTF-8 can hold."""
-    first, *more = message_of(error).splitlines() or ["no message"]
-    if first.endswith(":") and more:
-        first = f"{first} {more[0].strip()}"
-    return printable(first[:500])
+    """The first line of an exception's message, at most 500 characters, in what UTF-8 can hold."""
+    return printable((message_of(error).splitlines() or ["no message"])[0][:500])
 
 
 def printable(text: str) -> str:

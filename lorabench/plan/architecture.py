@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from lorabench.contract.hooks import first_line
+from lorabench.contract.hooks import message_of, printable
 from lorabench.contract.model import Lora, ModelSpec
-from lorabench.contract.names import nearest
+from lorabench.contract.names import nearest, one_line
 
 ALL_LINEAR = "all-linear"  # PEFT's word; importing it from there would import what asks for the GPU
 ALIKE = 0.9  # one letter of ten; published configurations have keys that are nobody's, and none so near to another
@@ -96,7 +96,8 @@ def _skeleton(config: str, name: str, layers: int | None) -> Any:
         with torch.device("meta"), quiet():
             made: Any = AutoModelForCausalLM.from_config(spec.hf_config(layers))
     except Exception as error:  # transformers checks little, so a wrong size may raise anything anywhere
-        raise ModelError(f"the model {name} cannot be built by transformers: {first_line(error)}") from None
+        said = one_line(printable(message_of(error))[:500])  # of what it does check, the second line says what is wrong
+        raise ModelError(f"the model {name} cannot be built by transformers: {said}") from None
     if getattr(made.config, "is_encoder_decoder", False) or decoder_layers(made) is None:
         raise ModelError(f"the model {name} is a {spec.family}, which is no decoder of listed layers, such as llama")
     return made

@@ -139,7 +139,7 @@ def _settled(workload: Workload, spec: ModelSpec, seed: int) -> dict[str, Any]:
         shorter = f"{{{workload.dataset or 'FILE.jsonl'}: {{seq_len: {most}}}}} or less"
         template = getattr(load_tokenizer(whole.tokenizer or ""), "chat_template", None)
         found["fingerprint"] = hashlib.sha256(f"{rows.digest} {template}".encode()).hexdigest()[:16]
-    if most and longest > most:
+    if spec.location and most and longest > most:
         raise WorkloadError(
             f"the workload {workload.name} has samples of {longest} tokens, the model {spec.name} has positions for "
             f"{most} (max_position_embeddings); expected {shorter}"
