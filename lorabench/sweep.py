@@ -32,7 +32,6 @@ from lorabench.run import server
 from lorabench.run.agenda import Agenda
 from lorabench.run.journal import kept
 from lorabench.run.load import disturbing, load_average
-from lorabench.run.session import new_session as new_session  # log_command takes it from here
 from lorabench.run.signals import uninterrupted
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from lorabench import log_command, logged
+from lorabench import log_command
 
 
 def sessions(folder):
@@ -92,10 +92,3 @@ def test_bad_input_is_one_line_and_loses_nothing(tmp_path, capsys):
 def test_usage(arguments, code, capsys):
     assert log_command.main(arguments) == code
     assert "python -m lorabench.log_command FILE COMMAND" in capsys.readouterr().out
-
-
-def test_the_older_name_is_the_same_command():
-    """`python -m lorabench.logged` stands in published notes."""
-    assert logged.main is log_command.main
-    done = subprocess.run([sys.executable, "-m", "lorabench.logged", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "python -m lorabench.log_command FILE COMMAND" in done.stdout
