@@ -9,7 +9,6 @@ measured yet".
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,21 +143,9 @@ def content(found: pd.DataFrame) -> str:
     return "\n\n".join([*parts, f"## What fits\n\n{fits(found)}"])
 
 
-def filled(text: str) -> str:
-    """The page with its tables made anew. Raises ValueError where its markers are missing."""
-    return markers.filled(text, "guide", content(measured()))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--print", action="store_true", help="show the tables and write nothing")
-    if parser.parse_args(arguments).print:
-        print(content(measured()))
-    else:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"written: {PAGE}")
-    return 0
+def tables() -> dict[str, str]:
+    return {"guide": content(measured())}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(markers.main(__doc__, PAGE, tables))

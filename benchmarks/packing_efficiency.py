@@ -8,7 +8,6 @@ Means over 30 draws of each workload of suite=packing. A table stands between `<
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -24,6 +23,7 @@ from lorabench.measure import flops
 from lorabench.plan.compose import load_config, model, workload
 from lorabench.plan.packing_gain import Batching, Costs, gain, padded
 from lorabench.plan.samples import draw_lengths
+from lorabench.report.tables import md_table
 from lorabench_ablations.batching import Padding, micro_batch
 from lorabench_ablations.grouping import GroupByLength, TokenBudget
 from lorabench_ablations.packing import STRATEGIES, Packing, PaddingFree
@@ -98,32 +98,10 @@ def gains() -> Iterator[list[str]]:
         yield [f"`{name}`", *(f"{x:.2f}" for x in (*by_tokens, *found))]
 
 
-TABLES = {"efficiency": efficiency, "gains": gains}
-
-
-def markdown(name: str) -> str:
-    headings, *rows = TABLES[name]()
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def filled(text: str) -> str:
-    """The page with each of its tables made anew. Raises ValueError where a marker is missing."""
-    for name in TABLES:
-        text = markers.filled(text, name, markdown(name))
-    return text
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--print", action="store_true", help="show the tables and write nothing")
-    if parser.parse_args(arguments).print:
-        print("\n\n".join(map(markdown, TABLES)))
-    else:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"written: {PAGE}")
-    return 0
+def tables() -> dict[str, str]:
+    made = {"efficiency": list(efficiency()), "gains": list(gains())}
+    return {name: md_table(headings, rows) for name, (headings, *rows) in made.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(markers.main(__doc__, PAGE, tables))

@@ -10,7 +10,6 @@ Sizes come from each model on the meta device. docs/several-gpus.md has the memo
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from lorabench.plan.architecture import decoder_layers, skeleton
 from lorabench.plan.compose import load_config, plan
 from lorabench.record.schema import ArmRecord
 from lorabench.record.store import read_arms
+from lorabench.report.tables import md_table
 from lorabench_ablations.deepspeed import LIVE
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -127,8 +127,8 @@ def tables() -> dict[str, str]:
         [name, str(n), str(memory), *(_cell(strategy, s, n, memory) for strategy in STRATEGIES)]
         for name, s in every.items() for n in GPUS for memory in MEMORIES_GB
     ]  # fmt: skip
-    held, sent, waited = _table(HELD, _held(every)), _table(SENT, _sent()), _table(WAITED, _waited())
-    return {"what fits": _table(heads, fits), "what was held": held, "what was sent": sent, "what waited": waited}
+    held, sent, waited = md_table(HELD, _held(every)), md_table(SENT, _sent()), md_table(WAITED, _waited())
+    return {"what fits": md_table(heads, fits), "what was held": held, "what was sent": sent, "what waited": waited}
 
 
 HELD = ["model", "GPUs", "arm", "tokens", "kept", "predicted GB", "peak GB", "between steps GB", "folder"]
@@ -228,10 +228,6 @@ def _tokens(record: ArmRecord, notes: dict[str, Any]) -> int:
     return (record.tokens.real + record.tokens.padded) // notes["world_size"]
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
-
-
 def _cell(strategy: str, s: Sizes, n: int, memory: int) -> str:
     if n == 1 and strategy not in ("ddp", IN_4_BITS):
         return ""
@@ -241,20 +237,5 @@ def _cell(strategy: str, s: Sizes, n: int, memory: int) -> str:
     return f"{kept:,} / {tokens(strategy, s, n, memory, True):,}"
 
 
-def filled(text: str) -> str:
-    for name, table in tables().items():
-        text = markers.filled(text, name, table)
-    return text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--print", action="store_true")
-    if parser.parse_args().print:
-        print(*tables().values(), sep="\n\n")
-    else:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(markers.main(__doc__, PAGE, tables))

@@ -8,13 +8,12 @@ A toggle of another package is not on the page, whatever is installed here.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from lorabench.contract.ablation import Ablation, Requires
 from lorabench.plan.registry import ablation_class, registered
-from lorabench.report.tables import md
+from lorabench.report.tables import md, md_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 import markers
@@ -79,7 +78,7 @@ def names() -> list[str]:
 def table() -> str:
     heads = ["toggle", "slot", "what it does", "needs", "more in"]
     rows = [row(ablation_class(name)) for name in names()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+    return md_table(heads, rows)
 
 
 def row(toggle: type[Ablation]) -> list[str]:
@@ -102,21 +101,9 @@ def needs(requires: Requires) -> str:
     return "; ".join(filter(None, (device, *commands))) or "nothing"
 
 
-def filled(text: str) -> str:
-    """The page with its table made anew. Raises ValueError where its markers are missing."""
-    return markers.filled(text, "toggles", table())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--print", action="store_true", help="show the table and write nothing")
-    if parser.parse_args(arguments).print:
-        print(table())
-    else:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"written: {PAGE}")
-    return 0
+def tables() -> dict[str, str]:
+    return {"toggles": table()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(markers.main(__doc__, PAGE, tables))

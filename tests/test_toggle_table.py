@@ -20,7 +20,7 @@ def script():
 
 def test_the_page_has_the_table_of_todays_registry(script):
     text = script.PAGE.read_text(encoding="utf-8")
-    assert script.filled(text) == text, "run: python benchmarks/toggle_table.py"
+    assert script.markers.all_filled(text, script.tables()) == text, "run: python benchmarks/toggle_table.py"
 
 
 def test_every_toggle_of_ours_has_a_row(script):
@@ -61,4 +61,4 @@ def test_needs_names_the_device_and_each_command_once(script):
 
 def test_a_page_without_its_markers_is_said(script):
     with pytest.raises(ValueError, match="found them 0 times"):
-        script.filled("no table")
+        script.markers.all_filled("no table", script.tables())
