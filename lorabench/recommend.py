@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from lorabench.contract.cell import Cell
-from lorabench.contract.names import NameUnknown
+from lorabench.contract.names import NameUnknown, counted
 from lorabench.listing import say_rows, show_plan
 from lorabench.plan.compose import (
     OF_A_SWEEP,
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 def _main(arguments: list[str], console: Console) -> int:
     config = composed(arguments)
     prepare(config, console)
-    given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    given = _keys(arguments)
     if standing := [f"{key}={getattr(config, key)}" for key in ("models", "workload") if key not in given]:
         said = f"not given, and so not yours but the default: {', '.join(standing)}"
         console.print(f"[yellow]{escape(said)}", highlight=False, soft_wrap=True)
@@ -102,12 +102,16 @@ def _main(arguments: list[str], console: Console) -> int:
 
 def composed(arguments: Sequence[str]) -> RecommendConfig:
     """The configuration, before anything heavy is imported: a wrong key is refused at once. Raises ConfigError."""
-    keys = [argument.lstrip("+~").partition("=")[0].partition(".")[0] for argument in arguments]
+    keys = _keys(arguments)
     if wrong := next((key for key in keys if key in NOT_OURS), None):
         raise ConfigError(f"{wrong} is a key of lorabench sweep and not of recommend, which decides that itself")
     dry = [argument for argument, key in zip(arguments, keys, strict=True) if key == "dry_run"]
     config = load_recommend_config([argument for argument in arguments if argument not in dry])
     return config.model_copy(update={"dry_run": load_config(dry).dry_run})
+
+
+def _keys(arguments: Sequence[str]) -> list[str]:
+    return [argument.lstrip("+~").partition("=")[0].partition(".")[0] for argument in arguments]
 
 
 def _show(config: RecommendConfig, console: Console) -> None:
@@ -200,8 +204,10 @@ def _recommend(
     from lorabench.report.write import Report
 
     command = ["python", "-m", "lorabench.recommend", *arguments]
-    if store.arms() and config.resume is False:
-        raise ConfigError(f"{config.output} already holds {len(store.arms())} records; resume=true, or another output=")
+    if (arms := store.arms()) and config.resume is False:
+        raise ConfigError(
+            f"{config.output} already holds {counted(len(arms), 'record')}; resume=true, or another output="
+        )
     load = load_average()
     say(console, "starting workers and looking at the machine")
     warn_of_load(console, load, queue.look(command))

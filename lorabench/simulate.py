@@ -54,7 +54,6 @@ from lorabench.record.words import number
 from lorabench.schedule import SCHEDULERS, Budget, Sample, fill, verify
 from lorabench.schedule.pipeline import Bubbles, ends_of_batches, flushed_bubble, pipeline, shared_bubble
 from lorabench.schedule.stage_times import PROFILES, StageTimes, profiled
-from lorabench.sweep import check_output
 
 __all__ = [
     "SCHEDULERS", "Bubbles", "Budget", "Row", "Sample", "Setting", "StageTimes",
@@ -224,6 +223,8 @@ def _main(asked: dict[str, Any]) -> int:
     setting = Setting(_stage_times(asked), **{key: asked[key] for key in passed})
     measured = read_measured(Path(asked["measured"])) if asked["measured"] else None
     if asked["output"]:
+        from lorabench.sweep import check_output  # imports what plans a sweep, which nothing else here needs
+
         check_output(Path(asked["output"]))  # before the minutes that the rows take
     print(f"lorabench {__version__}: simulating a pipeline of {setting.times.stages} stages …", flush=True)
     every = []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lorabench import cli, simulate
@@ -89,9 +90,20 @@ def test_several_data_sets_are_every_group_of_jobs_of_that_many():
     assert min(row.bubble_pct for row in alone) < one.bubble_pct < max(row.bubble_pct for row in alone) + 5
 
 
-def test_draws_are_the_same_for_the_same_seed_and_have_the_sets_means():
-    import numpy as np
+def test_a_capacity_is_held_against_the_jobs_that_train():
+    """Of one job alone the others' longer samples say nothing."""
+    longest = [
+        max(max(batch) for batch in drawn("xsum", 6, np.random.default_rng([0, job])))
+        for job in range(bubbles.ADAPTERS)
+    ]  # fmt: skip
+    assert max(longest) > longest[0]
+    own = Setting(TIMES, steps=6, capacity=longest[0], multiple=1, time_limit_s=0.0)
+    assert next(rows(own, ["xsum"], ["fifo"], [1])).capacity == longest[0]
+    with pytest.raises(ValueError, match="a micro-batch holds at most"):
+        next(rows(own, ["xsum"], ["fifo"], [4]))
 
+
+def test_draws_are_the_same_for_the_same_seed_and_have_the_sets_means():
     first, again = (drawn("mixed", 50, np.random.default_rng(7)) for _ in range(2))
     assert first == again and len(first) == 50 and {len(batch) for batch in first} == {16}
     assert np.mean(first) == pytest.approx((560 + 950 + 1700) / 3, rel=0.1)

@@ -115,7 +115,9 @@ def rows(
             raise ValueError(f"adapters={n}: expected 1 to {ADAPTERS}")
     if setting.capacity and set(methods) - set(COUNTING):
         for workload, seed in itertools.product(workloads, range(setting.seeds)):
-            jobs = [_drawn(FEEDS[workload], job, seed, setting) for job in range(ADAPTERS)]
+            feed = FEEDS[workload]
+            together = sorted({job for n in adapters for group in _groups(feed, n) for job in group})
+            jobs = [_drawn(feed, job, seed, setting) for job in together]
             next(rounds(jobs, Budget(setting.capacity, setting.multiple)))  # raises for a sample above it
     for workload, method in itertools.product(workloads, methods):
         for n in [1] if method in EMPTIED else [ADAPTERS] if method == MLORA else adapters:
@@ -139,7 +141,7 @@ class _Run(NamedTuple):
 
 def _row(workload: str, method: str, adapters: int, setting: Setting) -> Row:
     feed = FEEDS[workload]
-    groups = [range(adapters)] if len(set(feed.sets)) == 1 else list(itertools.combinations(range(ADAPTERS), adapters))
+    groups = _groups(feed, adapters)
     draws = [[_run(feed, method, group, seed, setting) for group in groups] for seed in range(setting.seeds)]
     runs = list(itertools.chain.from_iterable(draws))
     by_seed = [100 * fmean(run.ratio for run in own) for own in draws]
@@ -179,6 +181,13 @@ def _run(feed: Feed, method: str, group: Sequence[int], seed: int, setting: Sett
         found.ratio, found.without_ramp, found.by_stage, computing / turns, (len(schedule) - computing) / turns,
         sum(map(real, schedule)), sum(used), found.total_ms, took,
     )  # fmt: skip
+
+
+def _groups(feed: Feed, adapters: int) -> list[Sequence[int]]:
+    """The groups of so many jobs: one where all have the same data set, else every one."""
+    if len(set(feed.sets)) == 1:
+        return [range(adapters)]
+    return list(itertools.combinations(range(ADAPTERS), adapters))
 
 
 def _drawn(feed: Feed, job: int, seed: int, setting: Setting) -> list[list[int]]:
