@@ -1,22 +1,28 @@
 """Jobs that arrive over time on one GPU: what a shared base is worth to who waits for them. Real text.
 
     python benchmarks/job_arrivals.py gsm8k_train.jsonl --out results/h200/job_arrivals
-    python benchmarks/job_arrivals.py FILE.jsonl --jobs 24 --load 0.7 --out somewhere
+    python benchmarks/job_arrivals.py FILE.jsonl --jobs 24 --load 0.7 --replays 3 --out somewhere
+    python benchmarks/job_arrivals.py FILE.jsonl --model llama-3.1-8b --weights random --tokenizer FOLDER
 
-Jobs of different rank, batch and length arrive at drawn times, the same in every way, and are trained as `lorabench
-jobs` trains them: one by one in the order of arrival, by plain PEFT and by our kernels; and together, each from when it
-arrives, in micro-batches that `residual_capacity` puts together (tLoRA's idea, arXiv 2602.07263; the rule is ours).
-Mean gap between arrivals: so long that plain PEFT, one by one, would be busy for --load of the time; above 1 a queue
-builds up. Before the clock starts each way trains two short jobs, so that nothing is compiled within it.
+A replay draws jobs of different rank, batch and length, and the times at which they arrive, the same in every way. They
+are trained as `lorabench jobs` trains them: one by one in the order of arrival, by plain PEFT and by our kernels; and
+together, each from when it arrives, in micro-batches that `residual_capacity` puts together (tLoRA's idea, arXiv
+2602.07263; the rule is ours). The ways of a replay run one after the other, and each replay begins with another one.
+Mean gap between arrivals: so long that plain PEFT, one by one, would be busy for --load of the time, by the first
+replay's steps; above 1 a queue builds up. Before the clock starts each way trains two short jobs, so that nothing is
+compiled within it.
 
 Completion is from a job's arrival to its last step; throughput is real tokens over the time from the first arrival to
-the last end. FILE.jsonl: one object a line, with the fields `question` and `answer`. Writes arrivals.json, and
-arrivals.png and .svg, which show when each job came, began and ended.
+the last end. Ratios are to plain PEFT in the same replay. FILE.jsonl: one object a line, with the fields `question` and
+`answer`. Writes, after each replay: arrivals.json, with all that happened; arrivals.csv, a row for each replay and way;
+arrivals.md, the medians over the replays with their 95 % intervals; and arrivals.png and .svg, which show when each job
+of the first replay came, began and ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -29,12 +35,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from lorabench.measure.machine import commit, describe, nvml_handle
 from lorabench.plan.jobs_file import JobsFile, toggles
+from lorabench.record.stats import median_intervals
 from lorabench.record.store import write_atomically
 from lorabench.report.figure import png, svg
+from lorabench.report.tables import md_table
 from lorabench.train.job import RUNNING, Training
 from lorabench.train.setup import Setup
 from lorabench.train.trainer import Trainer
@@ -47,6 +56,12 @@ WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lo
 WARM = {f"warm_{n}": {"steps": 6, "batch_size": 2, "r": 8} for n in (1, 2)}  # whose last steps say what a step takes
 SEEN = 3  # of those
 LOOK_S = 0.1  # between two looks at the GPU
+SHOWN = {
+    "tokens_s": "real tokens a second", "times_tokens_s": "times plain PEFT's",
+    "mean_completion_s": "a job's completion, mean, s", "times_completion": "times as soon as plain PEFT's",
+    "gpu_busy": "share of the time that the GPU is busy",
+}  # fmt: skip
+SETTINGS = ("model", "weights", "tokenizer", "load", "tokens", "seq_len", "dtype", "seed")
 
 
 @dataclass
@@ -157,69 +172,106 @@ class Busy(threading.Thread):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    jobs, gaps = drawn(options)
-    every = WARM | jobs
-    found: dict[str, Replayed] = {}
-    mean_gap = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        rows = {name: own["steps"] * own["batch_size"] for name, own in every.items()}
-        files = slices(options.text, Path(folder), rows)
-        for way in WAYS:
-            replay = prepared(options, every, files, way, Path(folder))
-            replay.run(lambda now: None)  # the short jobs
-            if way == PLAIN:
-                step = statistics.median(replay.ticks[-SEEN:]) / WARM["warm_1"]["batch_size"]
-                mean_gap = step * statistics.fmean(own["steps"] * own["batch_size"] for own in jobs.values())
-                mean_gap /= options.load
-            due = np.cumsum([0.0, *gaps[1:]]) * mean_gap
-            with Busy() as busy:
-                replay.started(dict(zip(jobs, map(float, due), strict=True)))
-                replay.run(lambda now: None)
-            found[way], replay.found.busy = replay.found, busy.share
-            print(way, json.dumps(replay.found.numbers), flush=True)
-            del replay
-    told = verdict(found) | {
-        "jobs": jobs,
-        "lives": {way: {name: vars(life) for name, life in one.lives.items()} for way, one in found.items()},
-        "settings": {
-            "model": options.model, "weights": options.weights, "text": options.text.name, "load": options.load,
-            "tokens": options.tokens, "seq_len": options.seq_len, "dtype": options.dtype, "seed": options.seed,
-            "mean_gap_s": mean_gap, "optimizer": "AdamW",
-        },
+    options.out.mkdir(parents=True, exist_ok=True)
+    order, replays, mean_gap = list(WAYS), list[dict[str, Any]](), 0.0
+    for number in range(options.replays):
+        jobs, gaps = drawn(options, options.seed + number)
+        every = WARM | jobs
+        found: dict[str, Replayed] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            rows = {name: own["steps"] * own["batch_size"] for name, own in every.items()}
+            files = slices(options.text, Path(folder), rows)
+            for way in order:
+                replay = prepared(options, every, files, way, Path(folder))
+                replay.run(lambda now: None)  # the short jobs
+                mean_gap = mean_gap or gap(replay, rows, options.load)  # the first replay begins with plain PEFT
+                due = np.cumsum([0.0, *gaps[1:]]) * mean_gap
+                with Busy() as busy:
+                    replay.started(dict(zip(jobs, map(float, due), strict=True)))
+                    replay.run(lambda now: None)
+                found[way], replay.found.busy = replay.found, busy.share
+                print(f"replay {number + 1}, {way}: {json.dumps(replay.found.numbers)}", flush=True)
+                del replay
+                gc.collect()  # or two models are there at once
+        found = {way: found[way] for way in WAYS}
+        if not replays:
+            draw(options.out, found)
+        replays.append({
+            "order": list(order), "jobs": jobs, "ways": compared(found),
+            "lives": {way: {name: vars(life) for name, life in one.lives.items()} for way, one in found.items()},
+        })  # fmt: skip
+        write(options, replays, mean_gap)
+        order.append(order.pop(0))
+    print((options.out / "arrivals.md").read_text())
+    return 0
+
+
+def gap(plain: Replay, rows: Mapping[str, int], load: float) -> float:
+    """Seconds between two arrivals in the mean, by what a row of the short jobs takes."""
+    row = statistics.median(plain.ticks[-SEEN:]) / WARM["warm_1"]["batch_size"]
+    return row * statistics.fmean(count for name, count in rows.items() if name not in WARM) / load
+
+
+def write(options: argparse.Namespace, replays: Sequence[Mapping[str, Any]], mean_gap: float) -> None:
+    frame = pd.DataFrame([
+        {"replay": number, "way": way, **numbers}
+        for number, replay in enumerate(replays, 1) for way, numbers in replay["ways"].items()
+    ])  # fmt: skip
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    told = {
+        "ways": {way: medians(own) for way, own in frame.groupby("way", sort=False)},
+        "replays": replays,
+        "settings": settings | {"text": options.text.name, "mean_gap_s": mean_gap, "optimizer": "AdamW"},
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
-    }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
+    }
     write_atomically(options.out / "arrivals.json", (json.dumps(told, indent=1) + "\n").encode())
-    draw(options.out, found)
-    print(json.dumps(told["ways"], indent=1))
-    return 0
+    write_atomically(options.out / "arrivals.csv", frame.to_csv(index=False, float_format="%.5g").encode())
+    rows = [[way, *(cell(name, own.get(name)) for name in SHOWN)] for way, own in told["ways"].items()]
+    write_atomically(options.out / "arrivals.md", (md_table(["way", *SHOWN.values()], rows) + "\n").encode())
+
+
+def medians(own: pd.DataFrame) -> dict[str, list[float]]:
+    """Of a way's numbers the median over the replays and its interval; what no replay has is left out."""
+    numbers = own.drop(columns=["replay", "way"]).dropna(axis="columns")
+    spans = median_intervals([list(column) for _, column in numbers.items()])
+    return {str(name): span.tolist() for name, span in zip(numbers, spans, strict=True)}
+
+
+def cell(name: str, span: Sequence[float] | None) -> str:
+    if span is None:
+        return ""
+    digits = 0 if name == "tokens_s" else 2
+    median, low, high = (f"{value:.{digits}f}" for value in span)
+    return f"{median} [{low}, {high}]"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="JSONL file with the fields question and answer")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--weights", default="smollm2-135m-instruct")
+    parser.add_argument("--weights", default="smollm2-135m-instruct", help="or random")
+    parser.add_argument("--tokenizer", help="of a model that has none of its own: a folder or a hub name")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 80), metavar=("LEAST", "MOST"))
     parser.add_argument("--load", type=float, default=1.2, help="of plain PEFT, one job by one")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch of several jobs")
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replays", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0, help="of the first replay's draws; each other one has the next")
     parser.add_argument("--out", type=Path, default=Path("output/job_arrivals"))
     options = parser.parse_args(argv)
     if not options.text.is_file():
         parser.error(f"{options.text}: no such file; expected JSON lines with the fields question and answer")
-    if options.jobs < 2 or options.load <= 0 or not 1 <= options.steps[0] <= options.steps[1]:
-        parser.error("expected two jobs at least, a load above 0, and --steps LEAST MOST")
+    if min(options.jobs - 1, options.replays) < 1 or options.load <= 0 or not 1 <= options.steps[0] <= options.steps[1]:
+        parser.error("expected two jobs and one replay at least, a load above 0, and --steps LEAST MOST")
     return options
 
 
-def drawn(options: argparse.Namespace) -> tuple[dict[str, dict[str, int]], np.ndarray]:
+def drawn(options: argparse.Namespace, seed: int) -> tuple[dict[str, dict[str, int]], np.ndarray]:
     """(the jobs in the order of their arrival, the gaps before them in units of the mean one): a Poisson process."""
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(seed)
     least, most = np.log(options.steps)
     jobs = {
         f"job_{n + 1}": {
@@ -239,7 +291,9 @@ def prepared(
     way: str,
     within: Path,
 ) -> Replay:
-    reading = {"fields": ["question", "answer"], "seq_len": options.seq_len}
+    reading: dict[str, Any] = {"fields": ["question", "answer"], "seq_len": options.seq_len}
+    if options.tokenizer:
+        reading["tokenizer"] = options.tokenizer
     scheduler: Any = {"residual_capacity": {"tokens": options.tokens}} if way == TOGETHER else "auto"
     entries = [
         {
@@ -259,14 +313,16 @@ def prepared(
     return Replay(made, one_by_one=way != TOGETHER)
 
 
-def verdict(found: Mapping[str, Replayed]) -> dict[str, Any]:
+def compared(found: Mapping[str, Replayed]) -> dict[str, dict[str, Any]]:
     """Each way's numbers, and how many times as good they are as plain PEFT's."""
     ways = {way: one.numbers for way, one in found.items()}
     for numbers in ways.values():
         plain = ways[PLAIN]
         numbers["times_tokens_s"] = numbers["tokens_s"] / plain["tokens_s"]
         numbers["times_completion"] = plain["mean_completion_s"] / numbers["mean_completion_s"]
-    return {"ways": ways}
+        busy = numbers["gpu_busy"] and plain["gpu_busy"]
+        numbers["busier_pct"] = (numbers["gpu_busy"] / plain["gpu_busy"] - 1) * 100 if busy else None
+    return ways
 
 
 def draw(folder: Path, found: Mapping[str, Replayed]) -> None:
