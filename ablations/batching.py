@@ -86,7 +86,8 @@ def _share(evidence: Evidence, step: Step) -> Sequence[Sample]:
 
 def micro_batch(batch: Batch) -> MicroBatch:
     """The shape of a batch, and the lengths of its samples: by the mask of the padding, by the positions that start
-    again at 0, or (without either) the whole width. Of attention alone a batch has the places of its tokens."""
+    again at 0, or (without either) the whole width. Of attention alone a batch has the places of its tokens. Padding
+    behind a packed row starts at 0 as well, and is no sample."""
     inputs = batch.inputs
     rows, width = inputs["input_ids" if "input_ids" in inputs else "token"].shape
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
@@ -94,6 +95,8 @@ def micro_batch(batch: Batch) -> MicroBatch:
         return MicroBatch(rows, width, tuple(mask.sum(1).tolist()))
     starts = [0] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
     lengths = [end - start for start, end in itertools.pairwise([*starts, width])]
+    if len(lengths) > 1 and lengths[-1] == batch.padded:
+        lengths.pop()
     return MicroBatch(rows, width, tuple(lengths * rows))
 
 

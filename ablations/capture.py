@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lorabench.contract.ablation import Ablation, Evidence, Requires
+from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported
 from lorabench.contract.joint import Joint
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.step import Step
+
+if TYPE_CHECKING:
+    from lorabench.contract.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,23 @@ class CudaGraph(Ablation):
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     worth_trying: ClassVar[Worth | None] = "time"
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
+
+    def collate(self, batch: Batch) -> Batch:
+        """A packed row padded to the buckets that `lorakernels.capture` has. Its layout is another at every step, so a
+        graph of this one alone would be of no use to whoever trains."""
+        if "position_ids" not in batch.inputs:
+            return batch
+        from lorakernels.capturing.inputs import BUCKETS
+
+        from .segments import ARGUMENTS, for_graphs
+
+        if "parts" in batch.inputs:
+            raise Unsupported("rows of several jobs end to end have a layout of their own at every step")
+        if others := batch.inputs.keys() - {"input_ids", "labels", "position_ids", *ARGUMENTS}:
+            raise Unsupported(f"it cannot pad what else a packed row has: {', '.join(sorted(others))}")
+        if (length := batch.inputs["input_ids"].shape[1]) > max(BUCKETS):
+            raise Unsupported(f"a packed row of {length} tokens is longer than the largest bucket, {max(BUCKETS)}")
+        return for_graphs(batch, min(bucket for bucket in BUCKETS if bucket >= length))
 
     def step(self, step: Step) -> Step:
         from lorakernels.capturing.graph import CudaGraphs

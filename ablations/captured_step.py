@@ -74,7 +74,7 @@ def _sdpa_masks(through: Callable[..., Tensor | None]) -> Iterator[None]:
         table["sdpa"] = make
 
 
-FED = ("input_ids", "labels")
+FED = ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")  # the last three say where samples lie
 
 
 class Layout:
@@ -99,8 +99,9 @@ class Layout:
     def feed(self, captured: Batch, batch: Batch) -> None:
         """The next micro-batch into the tensors that the graphs read; part of every step, as in training.
 
-        Its tokens and labels are new. All else is of the micro-batch that was `captured` in its place: what is padded
-        or packed where decided which masks were captured. ValueError where that, or a shape, is another.
+        Its tokens and labels are new, and of a packed row where its samples lie. All else is of the micro-batch that
+        was `captured` in its place: what is padded where decided which masks were captured. ValueError where that, or a
+        shape, is another.
         """
         for name in captured.inputs.keys() | batch.inputs.keys():
             old, new = captured.inputs.get(name), batch.inputs.get(name)

@@ -17,7 +17,6 @@ from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches, positive
 
-NO_CAPTURE = {"cuda_graph": "packed rows have lengths of their own at every step, and each length would be a graph"}
 FLATTENED = Settings(
     sft={"padding_free": True, "max_length": None},  # TRL refuses a max_length that it would not enforce
     collator=Code("DataCollatorWithFlattening()"),
@@ -39,7 +38,6 @@ class Packing(OtherThanPadding):
     summary: ClassVar[str] = "samples end to end instead of padding; no attention across samples"
     own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     worth_trying: ClassVar[Worth | None] = "time"
-    excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
     strategy: str = added("ffd")
     row_tokens: int | None = added(None)
@@ -90,7 +88,6 @@ class PaddingFree(OtherThanPadding):
     name: ClassVar[str] = "padding_free"
     summary: ClassVar[str] = "each micro-batch as one row without padding; no attention across samples"
     own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
-    excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         size = workload.batch_size

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorabench.contract.ablation import Unsupported
-from lorabench.contract.batch import Batch
+from lorabench.contract.batch import IGNORE, Batch
 
 # From this torch on cuDNN's backward over segments is given their longest length (pytorch#186142); before, it took a
 # head's width for that, and the gradients of longer segments were wrong on a GPU.
@@ -69,6 +69,23 @@ def alike(batches: Sequence[Batch]) -> tuple[Tensor, int] | None:
     ends = [batch.inputs["input_ids"].numel() for batch in batches]
     rows = [F.pad(x, (0, most - len(x)), value=end) for x, end in zip(begins, ends, strict=True)]
     return torch.stack(rows), max(longest)
+
+
+def for_graphs(batch: Batch, width: int) -> Batch:
+    """A batch of one packed row as a graph can take any other of its size: padded to `width` positions, of which those
+    that were added are a segment of their own. Where attention goes by segments, as many as the next power of two,
+    those that were added empty; and as the longest one the whole row, for a graph keeps what it was captured with."""
+    inputs = batch.inputs
+    more = width - inputs["input_ids"].shape[1]
+    made = {
+        "input_ids": F.pad(inputs["input_ids"], (0, more)),
+        "labels": F.pad(inputs["labels"], (0, more), value=IGNORE),
+        "position_ids": torch.cat([inputs["position_ids"], torch.arange(more)[None]], 1),
+    }
+    if (begins := inputs.get(ARGUMENTS[0])) is not None:
+        count = len(begins) - (not more)  # of segments, the added one among them
+        made |= by_segments(F.pad(begins, (0, (1 << (count - 1).bit_length()) + 1 - len(begins)), value=width), width)
+    return replace(batch, inputs=inputs | made, padded=batch.padded + more)
 
 
 Kernel = Callable[..., Tensor]  # (q, k, v of (T, heads, D), cu_seq_lens, longest, scale, window, keyword arguments)

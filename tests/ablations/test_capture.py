@@ -8,17 +8,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from fake_graphs import FakeGraphs
-from helpers import PEFT, arm, random_samples
+from helpers import PEFT, arm, random_samples, request
 from lorakernels.capturing.graph import CudaGraphs
+from torch.nn import functional as F
 
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.batch import Batch, pad
+from lorabench.contract.kind import kind
 from lorabench.contract.workload import Workload
 from lorabench.measure.judging import numerics
 from lorabench.measure.judging.numerics import one_pass
 from lorabench.measure.trial import run_trial
 from lorabench.plan import registry
+from lorabench_ablations.batching import micro_batch
+from lorabench_ablations.capture import CudaGraph
 from lorabench_ablations.captured_step import CapturedStep, Layout, SameMasks
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma"]
@@ -134,7 +139,7 @@ def captured_here(lengths):
 def fresh(made, trial):
     """Other tokens in the same places, as the harness feeds them before every trial."""
     own = made.step.batches
-    turned = [{n: x.roll(trial, -1) if n == "input_ids" else x for n, x in b.inputs.items()} for b in own]
+    turned = [{n: (x + trial) % 64 if n == "input_ids" else x for n, x in b.inputs.items()} for b in own]
     own[:] = [replace(b, inputs=inputs) for b, inputs in zip(own, turned, strict=True)]
 
 
@@ -173,6 +178,77 @@ def test_a_step_of_several_micro_batches_is_the_uncaptured_one(shapes):
         "shapes": layouts,
         "masks_left_out": notes["masks_left_out"],
     }
+
+
+# -- packed rows ----------------------------------------------------------------------------------------------------
+
+ROWS = ((14, 14), (12, 9, 7))  # lengths of two rows' samples: 28 positions in each, which a bucket of 64 holds
+
+
+def attended_by_segments(monkeypatch):
+    """`varlen` on a CPU: its kernel's own formula, a segment after the other."""
+    from lorabench_ablations import segments
+
+    def kernel(q, k, v, cu, longest, scale, window, **kwargs):
+        outs = []
+        assert longest >= int(cu.diff().max())
+        for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+            own = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+            outs += [F.scaled_dot_product_attention(*own, is_causal=True, scale=scale, enable_gqa=True)[0]]
+        return torch.cat([out.transpose(0, 1) for out in outs])
+
+    monkeypatch.setitem(segments.KERNELS, "varlen", kernel)
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "lorabench_varlen", raising=False)
+
+
+def packed(attention, rows, captured):
+    workload = Workload(name="test", kind="fixed", batch_size=1, seq_len=28)
+    samples = random_samples([length for lengths in rows for length in lengths])
+    toggles = [attention, "adamw_foreach", "packing", *["cuda_graph"] * captured]
+    wanted = request(*toggles, samples=samples, workload=workload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaGraph, "step", lambda self, step: CapturedStep(step, FakeGraphs([*step.model.parameters()])))
+        return kind("train").build(wanted)
+
+
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_a_graph_takes_any_packed_row_of_its_bucket(attention, monkeypatch):
+    """Each trial lays the samples out anew, as training does: the graph of the first row reads where those of the
+    others begin."""
+    attended_by_segments(monkeypatch)
+    made, plain = (packed(attention, ROWS, captured) for captured in (True, False))
+    for batch, own in zip(made.step.batches, plain.step.batches, strict=True):
+        assert batch.inputs["input_ids"].shape == (1, 64) and (batch.real, batch.padded) == (28, 36)
+        assert micro_batch(batch).lengths == micro_batch(own).lengths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: attention == "sdpa")
+        assert_same_trials(trials(made), trials(plain))
+    assert len(made.step.layouts) == 1
+    others = packed(attention, ((20, 4, 4), (20, 8)), False).step.batches
+    padded = [registry.ablation("cuda_graph").collate(batch) for batch in others]
+    wanted = packed(attention, ROWS, False)
+    for mine, batch in ((made, padded), (wanted, others)):
+        mine.step.batches[:] = batch
+        for (_, ours), (_, theirs) in zip(made.adapters(), wanted.adapters(), strict=True):
+            theirs.data.copy_(ours.data)
+    (loss, gradients), (expected, right) = one_pass(made, made.step), one_pass(wanted, wanted.step)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert (gradient - right[name]).norm() <= 1e-4 * right[name].norm(), name
+
+
+def test_what_no_graph_takes_of_packed_rows_says_so():
+    toggle = registry.ablation("cuda_graph")
+    row = {n: torch.zeros(1, 9000).long() for n in ("input_ids", "labels", "position_ids")}
+    for inputs, why in (
+        (row, "a packed row of 9000 tokens is longer than the largest bucket, 8192"),
+        (row | {"parts": ()}, "rows of several jobs end to end have a layout of their own at every step"),
+        (row | {"block_diagonal": 1}, "it cannot pad what else a packed row has: block_diagonal"),
+    ):
+        with pytest.raises(Unsupported, match=why):
+            toggle.collate(Batch(inputs, 9000, 0, 8999))
+    plain = Batch({"input_ids": row["input_ids"]}, 9000, 0, 8999)
+    assert toggle.collate(plain) is plain
 
 
 def operation(captured, device="cpu"):
@@ -260,6 +336,17 @@ def test_on_a_gpu_losses_gradients_and_updates_are_the_uncaptured_step_s(shapes)
     found = {n: trials(one) for n, one in made.items()}
     assert_same_trials(found["captured"], found["plain"], rtol=1e-3)
     assert len(step.layouts) == layouts and len(step.graphs) == 2 * layouts + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_on_a_gpu_packed_rows_of_one_bucket_share_a_graph(attention):
+    workload = Workload(name="t", kind="lengths", distribution="gsm8k", batch_size=2, seq_len=256, samples=16)
+    given = {"workload": workload, "device": "cuda", "dtype": torch.bfloat16}
+    made = [arm(attention, "adamw_foreach", "packing", *own, **given) for own in ((), ("cuda_graph",))]
+    plain, ours = (trials(one) for one in made)
+    assert len(made[1].turns[0].layouts) < len(made[1].step.batches)
+    assert_same_trials(ours, plain, rtol=3e-2)
 
 
 @pytest.mark.gpu

@@ -106,9 +106,9 @@ def test_the_candidate_replaces_what_the_reference_has_in_the_slot():
 
 
 def test_conflicts_do_not_depend_on_the_order():
-    pair = [registry.ablation(n) for n in ("packing", "cuda_graph")]
+    pair = [registry.ablation(n) for n in ("group_by_length", "cuda_graph")]
     assert conflict(pair) == conflict(pair[::-1])
-    assert "packing excludes cuda_graph" in conflict(pair)
+    assert "group_by_length excludes cuda_graph" in conflict(pair)
     two = [registry.ablation(n) for n in ("eager", "sdpa")]
     assert conflict(two) == conflict(two[::-1]) == "eager and sdpa both fill the slot attention"
 
