@@ -7,11 +7,15 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
+import transformers
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
 from kernel_checks import exhaustive
 from lorakernels.capturing import backward as capture_backward
+from lorakernels.capturing.inputs import Eager, fit
 from tiny_models import build
+from torch.nn import functional as F
+from transformers.masking_utils import flash_attention_mask
 
 
 @pytest.fixture
@@ -106,6 +110,82 @@ def test_other_masks_than_right_padding(fake, kind):
     assert torch.allclose(losses, wanted, atol=1e-5)
     assert step.status().replays == 8
     assert {g.masks for g in step.status().graphs} == {"causal" if kind == "positions" else "from the inputs"}
+
+
+LAYOUTS = [
+    (7, 5),
+    (3, 8),
+    (4, 4, 4),
+    (12,),
+    (6, 9),
+    (2, 6, 3),
+    (9, 2),
+    (5, 5, 5),
+    (10, 6),
+    (16,),
+    (8, 3),
+    (1, 2, 8),
+    (2, 9),
+]
+
+
+@pytest.fixture
+def flash():
+    """An attention of a flash attention's name, whose kernel is told where samples begin, or finds it out."""
+    told = []
+
+    def attention(module, query, key, value, mask, *, scaling=None, position_ids=None, cu_seq_lens_q=None, **kwargs):
+        told.append((None if cu_seq_lens_q is None else len(cu_seq_lens_q), kwargs.get("max_length_q")))
+        begins = cu_seq_lens_q
+        if begins is None:
+            starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+            begins = torch.cat([starts.new_zeros(1), starts, starts.new_tensor([query.shape[2]])])
+        of = torch.arange(query.shape[2])[:, None].ge(begins[1:-1]).sum(1)  # the segment of each position
+        seen = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril()
+        out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("flash_test", attention)
+    transformers.AttentionMaskInterface.register("flash_test", flash_attention_mask)
+    yield told
+    del transformers.AttentionInterface._global_mapping["flash_test"]
+    del transformers.AttentionMaskInterface._global_mapping["flash_test"]
+
+
+def test_packed_rows_of_flash_attention_share_a_graph(fake, flash):
+    """Whatever samples a row has: where they begin is an input of the graph. What a collator says of it is left out."""
+    model = build("llama")
+    model.config._attn_implementation = "flash_test"
+    other, data = deepcopy(model), []
+    fake.params = list(model.parameters())
+    for number, lengths in enumerate(LAYOUTS):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        ids = padded_batch(number, positions.shape[1], rows=1)["input_ids"][:, : positions.shape[1]]
+        data.append({"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions})
+    data[5] |= {"cu_seq_lens_q": torch.tensor([0, 2, 8, 11]), "max_length_q": 6}
+    losses, _, step = replayed(model, data)
+    shapes = set(flash)
+    wanted, _ = plain(other, [{n: x for n, x in one.items() if n in data[0]} for one in data])
+    assert torch.allclose(losses, wanted, atol=1e-5)
+    same_parameters(model, other)
+    status = step.status()
+    assert {g.masks for g in status.graphs} == {"by segments"} and status.replays >= 2, str(status)
+    assert set(status.eager) == {"a shape is warming up"}
+    assert shapes >= {(3, 12), (5, 12), (3, 16)} and None not in {count for count, longest in shapes if longest}
+
+
+@pytest.mark.parametrize("kind", ["left-padded", "two rows"])
+def test_what_flash_attention_has_to_be_told_by_the_host_runs_as_it_is(fake, flash, kind):
+    model = build("llama")
+    model.config._attn_implementation = "flash_test"
+    one = padded_batch(0, 12)
+    if kind == "left-padded":
+        one = {n: t.flip(1) for n, t in one.items()}
+    else:
+        del one["attention_mask"]
+        one["position_ids"] = torch.tensor([[*range(6), *range(6)]] * 2)
+    with pytest.raises(Eager, match="takes the lengths of left-padded samples, or of several rows', from the host"):
+        fit(one, BUCKETS, "flash_test", ())
 
 
 def test_eager_batches_in_between(fake):

@@ -107,6 +107,26 @@ def test_graphs_with_masks_of_their_own(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
+def test_packed_rows_under_flash_attention(ours):
+    pytest.importorskip("flash_attn_2_cuda", reason="flash-attn is not installed")
+    model, data = build("llama").to("cuda", torch.bfloat16), []
+    model.config._attn_implementation = "flash_attention_2"
+    other = deepcopy(model)
+    for number in range(16):
+        lengths = ((5, 7), (3, 8), (4, 4, 4), (11,))[number % 4]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        ids = padded_batch(number, positions.shape[1], rows=1)["input_ids"]
+        data.append({"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions})
+    if ours:
+        lorakernels.apply(model)
+    losses, _, step = replayed(model, data)
+    wanted, _ = plain(other, data, device="cuda")
+    assert losses.tolist() == pytest.approx(wanted.tolist(), rel=2e-2)
+    assert step.status().replays >= 8 and {g.masks for g in step.status().graphs} == {"by segments"}, str(step.status())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ours", [False, True], ids=["peft", "lorakernels"])
 def test_replays_draw_dropout_as_uncaptured_steps_do(ours):
     """Nothing learns, so losses differ by their masks alone: all different, and of the same mean and spread."""
     model = build("llama", lora_dropout=0.5).cuda()

@@ -23,7 +23,7 @@ PADS = {
 }  # fmt: skip
 # What collators add for kernels that take lengths of packed samples; position_ids say the same.
 LENGTHS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-CAUSAL, MADE = "causal", "from the inputs"
+CAUSAL, MADE, SEGMENTS = "causal", "from the inputs", "by segments"
 
 
 class Eager(Exception):
@@ -35,7 +35,8 @@ class Form:
     """What one graph is for: batches that differ in values only.
 
     masks: CAUSAL, where causality alone separates what must be; MADE, where a mask is made from attention_mask or
-    position_ids inside the graph; tensors: (name, dtype); constants: what else the step depends on.
+    position_ids inside the graph; SEGMENTS, where attention is told where samples begin; tensors: (name, dtype);
+    constants: what else the step depends on.
     """
 
     rows: int
@@ -70,13 +71,20 @@ def fit(batch: Batch, buckets: Sequence[int], attention: str, depends_on: tuple[
     length = next((bucket for bucket in sorted(buckets) if bucket >= longest), None)
     if length is None:
         raise Eager(f"longer than the largest bucket, {max(buckets)} tokens")
-    batch = _without_lengths(batch, attention)
+    segments = _by_segments(batch, attention)
+    batch = _without_lengths(batch, attention, segments)
     tensors = {n: t for n, t in batch.items() if isinstance(t, torch.Tensor)}
     constants = {n: v for n, v in batch.items() if n not in tensors}
     padded = {name: _padded(name, t, (rows, longest), length) for name, t in tensors.items()}
-    masks = _masks(batch)
-    if masks == MADE and attention.startswith("flash"):
-        raise Eager("flash attention takes the lengths of packed or left-padded samples from the host")
+    if segments:
+        begins, masks = _begins(padded["position_ids"]), SEGMENTS
+        padded |= {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
+        constants |= {"max_length_q": length, "max_length_k": length}
+        depends_on = (*depends_on, len(begins))
+    else:
+        masks = _masks(batch)
+        if masks == MADE and attention.startswith("flash"):
+            raise Eager("flash attention takes the lengths of left-padded samples, or of several rows', from the host")
     facts = (*depends_on, *sorted((n, v) for n, v in constants.items()))
     try:
         hash(facts)
@@ -86,9 +94,26 @@ def fit(batch: Batch, buckets: Sequence[int], attention: str, depends_on: tuple[
     return Fitted(form, padded, constants, length > longest)
 
 
-def _without_lengths(batch: Batch, attention: str) -> Batch:
-    """Kernels of other attentions than these would read the lengths that a collator adds; these make a mask."""
-    if attention not in ("sdpa", "eager") or "position_ids" not in batch:
+def _by_segments(batch: Batch, attention: str) -> bool:
+    """Whether these are samples end to end in one row, and an attention that can be told where each begins."""
+    ids, others = batch["input_ids"], (batch.get("attention_mask"), batch.get("seq_idx"))
+    told = attention.startswith("flash") and isinstance(batch.get("position_ids"), torch.Tensor)
+    return told and len(ids) == 1 and all(other is None for other in others)
+
+
+def _begins(positions: torch.Tensor) -> torch.Tensor:
+    """(N + 1,), int32: where the N samples begin in a row of these positions (1, length), and where the last one ends.
+    N is a power of two, so that few graphs are needed: samples that are added are empty, at the end."""
+    starts = [0, *(torch.nonzero(positions[0].diff() != 1).flatten() + 1).tolist()]
+    count = 1 << (len(starts) - 1).bit_length()
+    length = positions.shape[1]
+    return torch.tensor([*starts, *[length] * (count + 1 - len(starts))], dtype=torch.int32, device=positions.device)
+
+
+def _without_lengths(batch: Batch, attention: str, segments: bool) -> Batch:
+    """Kernels of other attentions than these would read the lengths that a collator adds; these make a mask, or are
+    told the lengths of the padded row."""
+    if not segments and (attention not in ("sdpa", "eager") or "position_ids" not in batch):
         return batch
     return {name: value for name, value in batch.items() if name not in LENGTHS}
 
