@@ -8,9 +8,9 @@ A replay draws jobs of different rank, batch and length, and the times at which 
 are trained as `lorabench jobs` trains them: one by one in the order of arrival, by plain PEFT and by our kernels; and
 together, each from when it arrives, in micro-batches that `residual_capacity` puts together (tLoRA's idea, arXiv
 2602.07263; the rule is ours). The ways of a replay run one after the other, and each replay begins with another one.
-Mean gap between arrivals: so long that plain PEFT, one by one, would be busy for --load of the time, by the first
-replay's steps; above 1 a queue builds up. Before the clock starts each way trains two short jobs, so that nothing is
-compiled within it.
+Mean gap between arrivals: so long that plain PEFT, one by one, would be busy for --load of the time, by what the jobs
+of the first replay take it one after the other, before anything is replayed; above 1 a queue builds up. Before the
+clock starts each way trains two short jobs, so that nothing is compiled within it.
 
 Completion is from a job's arrival to its last step; throughput is real tokens over the time from the first arrival to
 the last end. Ratios are to plain PEFT in the same replay. FILE.jsonl: one object a line, with the fields `question` and
@@ -53,8 +53,8 @@ from loss_curve import slices
 
 PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "together, our kernels"
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}
-WARM = {f"warm_{n}": {"steps": 6, "batch_size": 2, "r": 8} for n in (1, 2)}  # whose last steps say what a step takes
-SEEN = 3  # of those
+WARM = {f"warm_{n}": {"steps": 6, "batch_size": 2, "r": 8} for n in (1, 2)}
+Jobs = dict[str, dict[str, int]]  # steps, batch_size and r by name, in the order of arrival
 LOOK_S = 0.1  # between two looks at the GPU
 SHOWN = {
     "tokens_s": "real tokens a second", "times_tokens_s": "times plain PEFT's",
@@ -82,9 +82,12 @@ class Replayed:
     busy: float | None = None
 
     @property
+    def whole_s(self) -> float:
+        return max(life.ended for life in self.lives.values())
+
+    @property
     def numbers(self) -> dict[str, Any]:
-        waits = [life.ended - life.due for life in self.lives.values()]
-        whole = max(life.ended for life in self.lives.values())
+        waits, whole = [life.ended - life.due for life in self.lives.values()], self.whole_s
         return {
             "tokens_s": sum(life.tokens for life in self.lives.values()) / whole, "whole_s": whole,
             "mean_completion_s": statistics.fmean(waits), "median_completion_s": statistics.median(waits),
@@ -99,7 +102,6 @@ class Replay(Trainer):
         super().__init__(made.model, made.jobs, made.toggles, made.device, made.folder, made.base, 1 << 30, made.tell)
         self.one_by_one, self.found = one_by_one, Replayed()
         self.due: dict[str, float] = {}  # of each job; from when the short ones have ended
-        self.ticks: list[float] = []
         self._started: float | None = None
 
     @property
@@ -128,12 +130,10 @@ class Replay(Trainer):
         return self.due.get(job.name, 0.0)
 
     def _tick(self, here: list[Training]) -> None:
-        began = time.monotonic()
         for job in here:
             if job.name in self.found.lives:
                 self.found.lives[job.name].tokens += sum(len(sample.tokens) for sample in job.batch())
         super()._tick(here)  # which reads the losses, and so waits for the device
-        self.ticks.append(time.monotonic() - began)
 
     def _end(self, job: Training) -> None:
         if job.name in self.found.lives:
@@ -173,46 +173,52 @@ class Busy(threading.Thread):
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    order, replays, mean_gap = list(WAYS), list[dict[str, Any]](), 0.0
+    order, replays, step_s = list(WAYS), list[dict[str, Any]](), 0.0
     for number in range(options.replays):
         jobs, gaps = drawn(options, options.seed + number)
-        every = WARM | jobs
+        rows = {name: own["steps"] * own["batch_size"] for name, own in (WARM | jobs).items()}
+        steps = sum(own["steps"] for own in jobs.values())
         found: dict[str, Replayed] = {}
         with tempfile.TemporaryDirectory() as folder:
-            rows = {name: own["steps"] * own["batch_size"] for name, own in every.items()}
             files = slices(options.text, Path(folder), rows)
+            if not replays:
+                busy_s = replayed(options, jobs, files, PLAIN, Path(folder) / "before", [0.0] * len(jobs)).whole_s
+                step_s = busy_s / steps
+            mean_gap = step_s * steps / len(jobs) / options.load
+            due = (np.cumsum([0.0, *gaps[1:]]) * mean_gap).tolist()
             for way in order:
-                replay = prepared(options, every, files, way, Path(folder))
-                replay.run(lambda now: None)  # the short jobs
-                mean_gap = mean_gap or gap(replay, rows, options.load)  # the first replay begins with plain PEFT
-                due = np.cumsum([0.0, *gaps[1:]]) * mean_gap
-                with Busy() as busy:
-                    replay.started(dict(zip(jobs, map(float, due), strict=True)))
-                    replay.run(lambda now: None)
-                found[way], replay.found.busy = replay.found, busy.share
-                print(f"replay {number + 1}, {way}: {json.dumps(replay.found.numbers)}", flush=True)
-                del replay
-                gc.collect()  # or two models are there at once
+                found[way] = replayed(options, jobs, files, way, Path(folder) / way.replace(" ", "_"), due)
+                print(f"replay {number + 1}, {way}: {json.dumps(found[way].numbers)}", flush=True)
         found = {way: found[way] for way in WAYS}
         if not replays:
             draw(options.out, found)
         replays.append({
-            "order": list(order), "jobs": jobs, "ways": compared(found),
+            "order": list(order), "jobs": jobs, "mean_gap_s": mean_gap, "ways": compared(found),
             "lives": {way: {name: vars(life) for name, life in one.lives.items()} for way, one in found.items()},
         })  # fmt: skip
-        write(options, replays, mean_gap)
+        write(options, replays)
         order.append(order.pop(0))
     print((options.out / "arrivals.md").read_text())
     return 0
 
 
-def gap(plain: Replay, rows: Mapping[str, int], load: float) -> float:
-    """Seconds between two arrivals in the mean, by what a row of the short jobs takes."""
-    row = statistics.median(plain.ticks[-SEEN:]) / WARM["warm_1"]["batch_size"]
-    return row * statistics.fmean(count for name, count in rows.items() if name not in WARM) / load
+def replayed(
+    options: argparse.Namespace, jobs: Jobs, files: Mapping[str, Path], way: str, output: Path, due: Sequence[float]
+) -> Replayed:
+    """The jobs in one way, each from its second on, on a model of its own, which is gone when this returns."""
+    replay = prepared(options, WARM | jobs, files, way, output)
+    replay.run(lambda now: None)  # the short jobs
+    with Busy() as busy:
+        replay.started(dict(zip(jobs, due, strict=True)))
+        replay.run(lambda now: None)
+    found = replay.found
+    found.busy = busy.share
+    del replay
+    gc.collect()  # or two models are there at once
+    return found
 
 
-def write(options: argparse.Namespace, replays: Sequence[Mapping[str, Any]], mean_gap: float) -> None:
+def write(options: argparse.Namespace, replays: Sequence[Mapping[str, Any]]) -> None:
     frame = pd.DataFrame([
         {"replay": number, "way": way, **numbers}
         for number, replay in enumerate(replays, 1) for way, numbers in replay["ways"].items()
@@ -221,7 +227,7 @@ def write(options: argparse.Namespace, replays: Sequence[Mapping[str, Any]], mea
     told = {
         "ways": {way: medians(own) for way, own in frame.groupby("way", sort=False)},
         "replays": replays,
-        "settings": settings | {"text": options.text.name, "mean_gap_s": mean_gap, "optimizer": "AdamW"},
+        "settings": settings | {"text": options.text.name, "optimizer": "AdamW"},
         "machine": describe().model_dump(mode="json"),
         "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }
@@ -269,7 +275,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def drawn(options: argparse.Namespace, seed: int) -> tuple[dict[str, dict[str, int]], np.ndarray]:
+def drawn(options: argparse.Namespace, seed: int) -> tuple[Jobs, np.ndarray]:
     """(the jobs in the order of their arrival, the gaps before them in units of the mean one): a Poisson process."""
     rng = np.random.default_rng(seed)
     least, most = np.log(options.steps)
@@ -286,10 +292,10 @@ def drawn(options: argparse.Namespace, seed: int) -> tuple[dict[str, dict[str, i
 
 def prepared(
     options: argparse.Namespace,
-    jobs: Mapping[str, Mapping[str, int]],
+    jobs: Jobs,
     files: Mapping[str, Path],
     way: str,
-    within: Path,
+    output: Path,
 ) -> Replay:
     reading: dict[str, Any] = {"fields": ["question", "answer"], "seq_len": options.seq_len}
     if options.tokenizer:
@@ -304,7 +310,7 @@ def prepared(
     ]  # fmt: skip
     file = JobsFile.model_validate({
         "model": options.model, "weights": options.weights, "dtype": options.dtype, "way": WAYS[way],
-        "scheduler": scheduler, "output": within / way.replace(", ", "_").replace(" ", "_"), "jobs": entries,
+        "scheduler": scheduler, "output": output, "jobs": entries,
     })  # fmt: skip
     file.output.mkdir()
     made = Setup(file, describe()).trainer(
