@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "benchmarks/micro"
@@ -53,7 +54,9 @@ def test_groups_have_their_baseline_and_rates(tmp_path):
     again = run(*files, "--benchmark-compare", store, f"--benchmark-json={tmp_path / 'found.json'}")
     assert "(0001_before)" in again.stdout and "(NOW)" in again.stdout
     found: dict[str, dict] = {}
-    for b in json.loads((tmp_path / "found.json").read_text())["benchmarks"]:
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert (written["machine"]["device"], written["copy_gbs"], written["tflops"]) == ("cpu", None, None)
+    for b in written["benchmarks"]:
         found.setdefault(b["group"], {})[b["extra_info"]["form"]] = b["extra_info"] | {"median": b["stats"]["median"]}
     norm, product = found["rms_norm: rms_norm, forward"], found["projection: projection, linear=o, forward+backward"]
     assert set(norm) == {"ours", "torch", "peft"} and set(product) == {"one", "addmm", "peft", "bare"}
@@ -126,3 +129,30 @@ def test_the_devices_clock_goes_between_pairs_of_readings_only(micro, monkeypatc
         start = clock()
         assert clock() - start == pytest.approx(0.002)
     assert spun == [micro.SPIN] * 3 and len(recorded) == 6
+
+
+def test_the_table_has_the_fastest_form_of_ours_and_the_others(tmp_path, capsys):
+    def timed(group, form, us, least=None, flops=None, share=None):
+        extra = {"form": form, "least_bytes": least, "flops": flops, "share_of_ceiling": share}
+        return {"group": group, "stats": {"median": us / 1e6}, "extra_info": extra}
+
+    every = [
+        timed("concat_operand: s", "fused", 30, 3 * 2**20), timed("concat_operand: s", "torch", 40, 3 * 2**20),
+        timed("concat_operand: s", "fused_small", 20, 3 * 2**20, share=0.5),
+        timed("adapter: load_layer", None, 8, 2**20), timed("projection: o", "one", 500, flops=10**12),
+        timed("projection: o", "bare", 400, flops=10**12), timed("nf4: dequantize", "torch", 9, 2**20),
+        timed("job_columns: keep", "ours", 9),
+    ]  # fmt: skip
+    run = {"benchmarks": every, "machine": {"name": "a GPU"}, "copy_gbs": 1.0, "tflops": 2.0, "version": "5"}
+    (tmp_path / "micro.json").write_text(json.dumps(run))
+    with benchmark("kernel_table") as script:
+        script.main(str(tmp_path / "micro.json"), str(tmp_path / "kernel_table.json"))
+    shown = capsys.readouterr().out.splitlines()[2:]
+    assert shown == [
+        "| `concat_operand` | s, fused_small | 3 MiB | 20.0 | 157 GB/s | 50 % | torch 40.0 |",
+        "| `adapter` | load_layer | 1 MiB | 8.0 | 131 GB/s |  |  |",
+        "| `projection` | o, one | 1.00 TFLOP | 500.0 | 2000 TFLOP/s |  | bare 400.0 |",
+    ], "a group without a form of ours, or without a least, has no row"
+    made = json.loads((tmp_path / "kernel_table.json").read_text())
+    assert (made["machine"], made["copy_gbs"], made["tflops"]) == ({"name": "a GPU"}, 1.0, 2.0)
+    assert [row["bytes"] for row in made["rows"]] == [3 * 2**20, 2**20, 0]

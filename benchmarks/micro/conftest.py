@@ -6,6 +6,7 @@ On CUDA a round is the device's time of one replay of a CUDA graph, with cold ca
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -108,9 +109,17 @@ def liger():
     return named
 
 
-@pytest.fixture(scope="session")
+def pytest_benchmark_update_json(output_json):
+    """The machine, and the limits of this run: benchmarks/kernel_table.py reads them."""
+    from lorabench.measure.machine import describe
+
+    machine = describe().model_dump(mode="json")
+    output_json |= {"machine": machine, **dict(zip(("copy_gbs", "tflops"), limits(), strict=True))}
+
+
+@functools.cache
 def limits():
-    """(GB/s of a large copy, TFLOP/s of a large product), sustained, measured now; on a CPU nobody asks for them."""
+    """(GB/s of a large copy, TFLOP/s of a large product), sustained, measured once; on a CPU nobody asks for them."""
     if not CUDA:
         return None, None
     from lorabench.measure.roofline import ceilings
@@ -134,8 +143,7 @@ def time(benchmark, request):
         benchmark.extra_info.update(form=form, device=DEVICE, dtype=str(DTYPE), least_bytes=moved, flops=flops)
         if benchmark.stats is not None:
             seconds = benchmark.stats.stats.median
-            copy, product = request.getfixturevalue("limits")
-            benchmark.extra_info.update(rates(seconds, moved, flops, copy, product))
+            benchmark.extra_info.update(rates(seconds, moved, flops, *limits()))
 
     return run
 
