@@ -41,11 +41,9 @@ from lorabench.measure.kind import Request, request_of
 from lorabench.measure.machine import commit, describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.design import Known, refusal
-from lorabench.record.store import write_atomically
-from lorabench.report.figure import png, svg
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import LEARNING_RATE, WINDOW, read, samples, save, smooth
+from loss_curve import LEARNING_RATE, WINDOW, read, samples, save, smooth, write_figure
 
 START, END = "reference", "candidate"
 HELD_OUT_BATCH = 4
@@ -227,12 +225,8 @@ def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
     right.set_ylabel("difference")
     for ax in (left, right):
         ax.set_xlabel("step")
-        ax.grid(color="#e6e6e6", lw=0.7)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8.5)
-    write_atomically(folder / "ladder_loss.png", png(figure))
-    write_atomically(folder / "ladder_loss.svg", svg(figure, "ladder_loss"))
+    write_figure(folder, "ladder_loss", figure)
 
 
 if __name__ == "__main__":
