@@ -1,15 +1,15 @@
 """The table of kernels, from a run of the micro-benchmarks: of each group the fastest form of ours, beside the others.
 
     python -m pytest benchmarks/micro --benchmark-json=micro.json
-    python benchmarks/kernel_table.py micro.json [kernel_table.json]
+    python benchmarks/kernel_table.py micro.json [--json kernel_table.json]
 
 Prints Markdown; kernel_table.json has the rows as notebook 3 draws them. docs/micro-benchmarks.md says what is timed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from lorabench.report.tables import md_table
 
 OTHERS = ("torch", "peft", "liger", "bitsandbytes", "bare")  # forms that are not of this package
+HEADINGS = ["kernel", "computes", "least", "µs", "rate", "of the ceiling", "others, µs"]
 
 
 def rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -49,16 +50,20 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     return [f"`{row['kernel']}`", row["computes"], amount, f"{us:.1f}", rate, share, others]
 
 
-def main(source: str, target: str | None = None) -> None:
-    run = json.loads(Path(source).read_text())
-    made: Sequence[dict[str, Any]] = rows(run)
-    print(
-        md_table(["kernel", "computes", "least", "µs", "rate", "of the ceiling", "others, µs"], list(map(cells, made)))
-    )
-    if target:
-        found = {name: run[name] for name in ("machine", "copy_gbs", "tflops")} | {"rows": made}
-        Path(target).write_text(json.dumps(found, indent=1) + "\n")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="what --benchmark-json or --benchmark-save wrote")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    run = json.loads(options.run.read_text())
+    if options.json and run["copy_gbs"] is None:
+        parser.error(f"--json: {options.run} is of a CPU, whose limits are not measured; expected a run on a GPU")
+    made = rows(run)
+    print(md_table(HEADINGS, [cells(row) for row in made]))
+    if options.json:
+        found = {name: run[name] for name in ("machine", "tokens", "copy_gbs", "tflops")} | {"rows": made}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

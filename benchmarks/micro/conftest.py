@@ -27,6 +27,10 @@ CACHE = 200 << 20  # bytes that surely exceed the L2 cache
 SPIN = 2_000_000  # cycles, a millisecond, in which the host launches what is timed
 
 
+def pytest_addoption(parser):
+    parser.addoption("--tokens", type=int, default=TOKENS, help=f"a multiple of 32, {TOKENS} unless given")
+
+
 def pytest_collect_file(file_path, parent):
     """bench_*.py are tests here, whatever python_files says elsewhere; a file that is named is pytest's already."""
     listed = any(file_path.match(pattern) for pattern in parent.config.getini("python_files"))
@@ -83,8 +87,14 @@ def memory_back():
 
 
 @pytest.fixture
-def shapes():
-    return {"tokens": TOKENS, "hidden": HIDDEN, "wide": WIDE, "vocabulary": VOCABULARY, "rank": 16}
+def shapes(request):
+    return {
+        "tokens": request.config.getoption("--tokens", TOKENS),
+        "hidden": HIDDEN,
+        "wide": WIDE,
+        "vocabulary": VOCABULARY,
+        "rank": 16,
+    }
 
 
 @pytest.fixture
@@ -109,12 +119,15 @@ def liger():
     return named
 
 
-def pytest_benchmark_update_json(output_json):
-    """The machine, and the limits of this run: benchmarks/kernel_table.py reads them."""
+def pytest_benchmark_update_json(config, output_json):
+    """The machine, the tokens, and the limits of this run: benchmarks/kernel_table.py reads them."""
     from lorabench.measure.machine import describe
 
-    machine = describe().model_dump(mode="json")
-    output_json |= {"machine": machine, **dict(zip(("copy_gbs", "tflops"), limits(), strict=True))}
+    copy_gbs, tflops = limits()
+    output_json |= {
+        "machine": describe().model_dump(mode="json"), "tokens": config.getoption("--tokens", TOKENS),
+        "copy_gbs": copy_gbs, "tflops": tflops,
+    }  # fmt: skip
 
 
 @functools.cache
