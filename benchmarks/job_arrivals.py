@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lorabench.measure.machine import commit, describe, nvml_handle
+from lorabench.measure.machine import describe, nvml_handle
 from lorabench.plan.jobs_file import JobsFile, toggles
 from lorabench.record.store import write_atomically
 from lorabench.report.figure import png, svg
@@ -40,7 +40,7 @@ from lorabench.train.setup import Setup
 from lorabench.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import slices
+from loss_curve import slices, write_found
 
 PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "together, our kernels"
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}
@@ -186,11 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tokens": options.tokens, "seq_len": options.seq_len, "dtype": options.dtype, "seed": options.seed,
             "mean_gap_s": mean_gap, "optimizer": "AdamW",
         },
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / "arrivals.json", (json.dumps(told, indent=1) + "\n").encode())
+    write_found(options.out / "arrivals.json", told)
     draw(options.out, found)
     print(json.dumps(told["ways"], indent=1))
     return 0

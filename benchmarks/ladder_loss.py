@@ -38,7 +38,7 @@ from lorabench.contract.machine import Machine
 from lorabench.measure.build import laid_out, to_device
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Request, request_of
-from lorabench.measure.machine import commit, describe
+from lorabench.measure.machine import describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.design import Known, refusal
 
@@ -95,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lora": cell.model.lora.model_dump(mode="json"), "learning_rate": LEARNING_RATE,
             "dtype": str(dtype).removeprefix("torch."), "held_out_samples": len(held_out),
         },
-        "machine": machine.model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])

@@ -97,8 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dtype": str(dtype).removeprefix("torch."), "fp8": options.fp8, "held_out_samples": len(held_out),
             "at_once": options.at_once,
         },
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])
@@ -271,15 +269,23 @@ def save(folder: Path, curves: Mapping[Any, Sequence[float]], found: dict[str, A
     table = pd.DataFrame({run.name: losses for run, losses in curves.items()})
     table.index += 1
     table.to_csv(folder / "losses.csv", index_label="step", float_format="%.9g")
-    write_atomically(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_found(folder / "summary.json", found)
+
+
+def write_found(file: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found, as JSON, with the machine and the commit, which what it returns has too."""
+    whole = {**found, "machine": describe().model_dump(mode="json")}
+    whole["commit"] = dict(zip(("head", "dirty"), commit(), strict=True))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, (json.dumps(whole, indent=1) + "\n").encode())
+    return whole
 
 
 def read(folder: Path, runs: Sequence[Any] = RUNS) -> tuple[dict[Any, list[float]], int]:
     """The curves of a folder that `save` has written, and the window."""
     table = pd.read_csv(folder / "losses.csv")
-    return {run: table[run.name].tolist() for run in runs}, int(
-        json.loads((folder / "summary.json").read_text())["window"]
-    )
+    curves = {run: table[run.name].tolist() for run in runs}
+    return curves, json.loads((folder / "summary.json").read_text())["window"]
 
 
 def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lorabench.measure.machine import commit, describe
+from lorabench.measure.machine import describe
 from lorabench.plan.jobs_file import JobsFile, toggles
 from lorabench.train.setup import Setup
 from lorabench.train.state import LOSSES
@@ -85,8 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seq_len": options.seq_len, "way": options.way, "dtype": options.dtype, "optimizer": "AdamW",
             "at_once": options.at_once,
         },
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])
