@@ -19,10 +19,10 @@ from lorakernels.runtime import use_triton
 
 
 @pytest.mark.parametrize("form", [*DS_DB_TILES, "torch"])
-@pytest.mark.parametrize("linear", ["o", "down's width", "qkv", "gate_up"])
+@pytest.mark.parametrize("linear", ["o", "gate", "qkv", "gate_up"])
 def test_ds_and_db(form, linear, time, tensor, shapes):
     h, wide = shapes["hidden"], shapes["wide"]
-    widths = {"o": [h], "down's width": [wide], "qkv": [h, h // 4, h // 4], "gate_up": [wide, wide]}[linear]
+    widths = {"o": [h], "gate": [wide], "qkv": [h, h // 4, h // 4], "gate_up": [wide, wide]}[linear]
     m, n, r, p = shapes["tokens"], sum(widths), shapes["rank"], 64
     d, sb, s = tensor(m, n + p), tensor(n, p), tensor(m, p)
     if form != "torch" and form not in fitting_tiles(d, widths, [r] * len(widths)):
