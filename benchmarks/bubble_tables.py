@@ -6,7 +6,6 @@ benchmarks/pipeline_bubbles.py and docs/pipelines.md.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,10 @@ def of(results: Path, column: str, figure: str, most: bool) -> tuple[list[str], 
 def of_sleepers(results: Path) -> tuple[list[str], list[list[str]]]:
     """(headings, rows): bubbles as they are predicted of stages that sleep, and as they were measured."""
     heads = ["stages that sleep", "ranks", "stages", "micro-batches", "predicted", "measured"]
-    with open(results / SLEEPERS, newline="") as file:
-        found = list(csv.DictReader(file))
-    ratios = ("predicted_pct", "measured_pct")
-    return heads, [
-        [
-            row["case"],
-            row["ranks"],
-            row["stages"],
-            row["micro_batches"],
-            *(f"{float(row[name]):.2f} %" for name in ratios),
-        ]
-        for row in found
-    ]
+    found = pd.read_csv(results / SLEEPERS)
+    ratios = [found[name].map("{:.2f} %".format) for name in ("predicted_pct", "measured_pct")]
+    counts = [found[name].map(str) for name in ("ranks", "stages", "micro_batches")]
+    return heads, [list(row) for row in zip(found["case"], *counts, *ratios, strict=True)]
 
 
 def _published(row: Mapping[Hashable, Any]) -> str:

@@ -37,13 +37,12 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 
-from lorabench.measure.machine import commit, describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.samples import draw_lengths
 from lorabench.record.store import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import load
+from loss_curve import load, write_found
 
 ARMS = ("plain", "captured", "lorakernels", "lorakernels_captured", "unsloth")
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -67,10 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "settings": {n: str(v) if isinstance(v, Path) else v for n, v in vars(options).items() if n != "only"},
             "lora": LORA,
             "arms": compared(arms),
-            "machine": describe().model_dump(mode="json"),
-            "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
         }
-        write_atomically(options.out / "captured_training.json", (json.dumps(found, indent=1) + "\n").encode())
+        found = write_found(options.out / "captured_training.json", found)
         write_atomically(options.out / "captured_training.md", table(found).encode())
     print(table(found))
     return int(any("failed" in arm for arm in arms.values()))

@@ -38,7 +38,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from lorabench.measure.machine import commit, describe, nvml_handle
+from lorabench.measure.machine import describe, nvml_handle
 from lorabench.plan.jobs_file import JobsFile, toggles
 from lorabench.record.stats import median_intervals
 from lorabench.record.store import write_atomically
@@ -49,7 +49,7 @@ from lorabench.train.setup import Setup
 from lorabench.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import slices
+from loss_curve import slices, write_found
 
 PLAIN, OURS, TOGETHER = "one by one, plain PEFT", "one by one, our kernels", "together, our kernels"
 WAYS = {PLAIN: "sequential", OURS: "fused_multi_lora", TOGETHER: "fused_multi_lora"}
@@ -224,14 +224,11 @@ def write(options: argparse.Namespace, replays: Sequence[Mapping[str, Any]]) -> 
         for number, replay in enumerate(replays, 1) for way, numbers in replay["ways"].items()
     ])  # fmt: skip
     settings = {name: getattr(options, name) for name in SETTINGS}
-    told = {
+    told = write_found(options.out / "arrivals.json", {
         "ways": {way: medians(own) for way, own in frame.groupby("way", sort=False)},
         "replays": replays,
         "settings": settings | {"text": options.text.name, "optimizer": "AdamW"},
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
-    }
-    write_atomically(options.out / "arrivals.json", (json.dumps(told, indent=1) + "\n").encode())
+    })  # fmt: skip
     write_atomically(options.out / "arrivals.csv", frame.to_csv(index=False, float_format="%.5g").encode())
     rows = [[way, *(cell(name, own.get(name)) for name in SHOWN)] for way, own in told["ways"].items()]
     write_atomically(options.out / "arrivals.md", (md_table(["way", *SHOWN.values()], rows) + "\n").encode())

@@ -38,14 +38,12 @@ from lorabench.contract.machine import Machine
 from lorabench.measure.build import laid_out, to_device
 from lorabench.measure.hooks import Hooks
 from lorabench.measure.kind import Request, request_of
-from lorabench.measure.machine import commit, describe
+from lorabench.measure.machine import describe
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.design import Known, refusal
-from lorabench.record.store import write_atomically
-from lorabench.report.figure import png, svg
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import LEARNING_RATE, WINDOW, read, samples, save, smooth
+from loss_curve import LEARNING_RATE, WINDOW, read, samples, save, smooth, write_figure
 
 START, END = "reference", "candidate"
 HELD_OUT_BATCH = 4
@@ -97,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lora": cell.model.lora.model_dump(mode="json"), "learning_rate": LEARNING_RATE,
             "dtype": str(dtype).removeprefix("torch."), "held_out_samples": len(held_out),
         },
-        "machine": machine.model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])
@@ -227,12 +223,8 @@ def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
     right.set_ylabel("difference")
     for ax in (left, right):
         ax.set_xlabel("step")
-        ax.grid(color="#e6e6e6", lw=0.7)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8.5)
-    write_atomically(folder / "ladder_loss.png", png(figure))
-    write_atomically(folder / "ladder_loss.svg", svg(figure, "ladder_loss"))
+    write_figure(folder, "ladder_loss", figure)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import json
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from typing import Any
 
 import lorakernels
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
@@ -97,8 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dtype": str(dtype).removeprefix("torch."), "fp8": options.fp8, "held_out_samples": len(held_out),
             "at_once": options.at_once,
         },
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])
@@ -268,20 +266,26 @@ def _over(ours: float, other: float) -> float | None:
 def save(folder: Path, curves: Mapping[Any, Sequence[float]], found: dict[str, Any]) -> None:
     """losses.csv, a column a run by its name, and summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "losses.csv", "w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["step", *(run.name for run in curves)])
-        for step, losses in enumerate(zip(*curves.values(), strict=True), start=1):
-            table.writerow([step, *(f"{loss:.9g}" for loss in losses)])
-    write_atomically(folder / "summary.json", (json.dumps(found, indent=1) + "\n").encode())
+    table = pd.DataFrame({run.name: losses for run, losses in curves.items()})
+    table.index += 1
+    table.to_csv(folder / "losses.csv", index_label="step", float_format="%.9g")
+    write_found(folder / "summary.json", found)
+
+
+def write_found(file: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found, as JSON, with the machine and the commit, which what it returns has too."""
+    whole = {**found, "machine": describe().model_dump(mode="json")}
+    whole["commit"] = dict(zip(("head", "dirty"), commit(), strict=True))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, (json.dumps(whole, indent=1) + "\n").encode())
+    return whole
 
 
 def read(folder: Path, runs: Sequence[Any] = RUNS) -> tuple[dict[Any, list[float]], int]:
     """The curves of a folder that `save` has written, and the window."""
-    with open(folder / "losses.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    curves = {run: [float(row[run.name]) for row in rows] for run in runs}
-    return curves, int(json.loads((folder / "summary.json").read_text())["window"])
+    table = pd.read_csv(folder / "losses.csv")
+    curves = {run: table[run.name].tolist() for run in runs}
+    return curves, json.loads((folder / "summary.json").read_text())["window"]
 
 
 def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
@@ -307,14 +311,19 @@ def draw(folder: Path, curves: dict[Run, list[float]], window: int) -> None:
         below.set_xlabel("step")
     axes[0, 0].set_ylabel(f"loss, mean of {window} steps")
     axes[1, 0].set_ylabel("difference of the two")
-    for ax in axes.flat:
+    handles = [*axes[0, 0].get_legend_handles_labels()[0], *axes[1, 0].get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8.5)
+    write_figure(folder, "loss_curve", figure)
+
+
+def write_figure(folder: Path, name: str, figure: Figure) -> None:
+    """As PNG and SVG, with a grid behind the curves and open to the top and the right."""
+    for ax in figure.axes:
         ax.grid(color="#e6e6e6", lw=0.7)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
-    handles = [*axes[0, 0].get_legend_handles_labels()[0], *axes[1, 0].get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8.5)
-    write_atomically(folder / "loss_curve.png", png(figure))
-    write_atomically(folder / "loss_curve.svg", svg(figure, "loss_curve"))
+    write_atomically(folder / f"{name}.png", png(figure))
+    write_atomically(folder / f"{name}.svg", svg(figure, name))
 
 
 if __name__ == "__main__":

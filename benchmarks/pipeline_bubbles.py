@@ -10,7 +10,6 @@ what else runs on the machine only makes one longer: as many as it takes until t
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
 import sys
 import tempfile
@@ -20,11 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lorabench import simulate
+from lorabench.report.tables import md_table
 from lorabench_ablations.pipeline_stages import Line, Pipeline
 
 Table = Sequence[Sequence[float]]  # milliseconds, of each micro-batch, of each stage
@@ -199,14 +200,14 @@ def _words(numbers: Any) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     head = ["case", "schedule", "ranks", "stages", "micro-batches", "predicted", "measured", "by rank, predicted, %",
             "by rank, measured, %", "wall, ms"]  # fmt: skip
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         percent = [f"{ratio:.2f} %" for ratio in (row.predicted_pct, row.measured_pct)]
         by_rank = [row.predicted_by_rank_pct, row.measured_by_rank_pct]
         counts = map(str, (row.ranks, row.stages, row.micro_batches))
         lines.append([row.case, row.schedule, *counts, *percent, *by_rank, f"{row.wall_ms:.0f}"])
     said = "Idle time over wall time, of stages that sleep for known times; empty micro-batches included."
-    return "\n".join([said, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    return f"{said}\n\n{md_table(head, lines)}\n"
 
 
 def main(folder: Path) -> None:
@@ -216,10 +217,7 @@ def main(folder: Path) -> None:
         print(f"{case.name}, {case.ranks} ranks: predicted {rows[-1].predicted_pct:.2f} %, "
               f"measured {rows[-1].measured_pct:.2f} %", flush=True)  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "bubbles.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
-        writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in rows)
+    pd.DataFrame(rows).to_csv(folder / "bubbles.csv", index=False, float_format="%.6g")
     (folder / "bubbles.md").write_text(markdown(rows))
 
 

@@ -31,15 +31,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from lorabench.measure.machine import commit, describe
+from lorabench.measure.machine import describe
 from lorabench.plan.jobs_file import JobsFile, toggles
-from lorabench.record.store import write_atomically
-from lorabench.report.figure import png, svg
 from lorabench.train.setup import Setup
 from lorabench.train.state import LOSSES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loss_curve import WINDOW, beside, read, save, slices, smooth
+from loss_curve import WINDOW, beside, read, save, slices, smooth, write_figure
 
 JOBS: dict[str, dict[str, Any]] = {
     "small": {"lora": {"r": 4, "lora_alpha": 8}, "learning_rate": 5e-4, "batch_size": 2, "seed": 1},
@@ -87,8 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seq_len": options.seq_len, "way": options.way, "dtype": options.dtype, "optimizer": "AdamW",
             "at_once": options.at_once,
         },
-        "machine": describe().model_dump(mode="json"),
-        "commit": dict(zip(("head", "dirty"), commit(), strict=True)),
     }  # fmt: skip
     save(Path(options.out), curves, found)
     draw(Path(options.out), curves, found["window"])
@@ -189,16 +185,11 @@ def draw(folder: Path, curves: Mapping[Run, Sequence[float]], window: int) -> No
         below.plot(steps, again - alone, color="#0072B2", lw=1.0, label="alone in this dtype - alone in float32")
         below.set_xlabel("step")
         below.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
-        for ax in (above, below):
-            ax.grid(color="#e6e6e6", lw=0.7)
-            ax.set_axisbelow(True)
-            ax.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel(f"loss, mean of {window} steps")
     axes[1, 0].set_ylabel("difference")
     handles = [*axes[0, 0].get_legend_handles_labels()[0], *axes[1, 0].get_legend_handles_labels()[0]]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8.5)
-    write_atomically(folder / "several_jobs.png", png(figure))
-    write_atomically(folder / "several_jobs.svg", svg(figure, "several_jobs"))
+    write_figure(folder, "several_jobs", figure)
 
 
 if __name__ == "__main__":

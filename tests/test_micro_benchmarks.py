@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "benchmarks/micro"
@@ -50,18 +51,21 @@ def test_groups_have_their_baseline_and_rates(tmp_path):
     store = f"--benchmark-storage=file://{tmp_path}/kept"
     files = [f"benchmarks/micro/bench_{name}.py" for name in ("rms_norm", "projection", "linear_cross_entropy")]
     run(*files, "--benchmark-save=before", store)
-    again = run(*files, "--benchmark-compare", store, f"--benchmark-json={tmp_path / 'found.json'}")
+    again = run(*files, "--tokens=32", "--benchmark-compare", store, f"--benchmark-json={tmp_path / 'found.json'}")
     assert "(0001_before)" in again.stdout and "(NOW)" in again.stdout
     found: dict[str, dict] = {}
-    for b in json.loads((tmp_path / "found.json").read_text())["benchmarks"]:
+    written = json.loads((tmp_path / "found.json").read_text())
+    said = [written[name] for name in ("tokens", "copy_gbs", "tflops")]
+    assert written["machine"]["device"] == "cpu" and said == [32, None, None]
+    for b in written["benchmarks"]:
         found.setdefault(b["group"], {})[b["extra_info"]["form"]] = b["extra_info"] | {"median": b["stats"]["median"]}
     norm, product = found["rms_norm: rms_norm, forward"], found["projection: projection, linear=o, forward+backward"]
     assert set(norm) == {"ours", "torch", "peft"} and set(product) == {"one", "addmm", "peft", "bare"}
     assert set(found["linear_cross_entropy: linear_cross_entropy, forward"]) == {"ours", "torch"}
     ours = norm["ours"]
-    assert ours["least_bytes"] == 4 * 64 * 64 * 4, "x, residual, h and y of 64 x 64 in float32"
+    assert ours["least_bytes"] == 4 * 32 * 64 * 4, "x, residual, h and y of 32 x 64 in float32"
     assert ours["gb_per_s"] == pytest.approx(ours["least_bytes"] / ours["median"] / 1e9)
-    assert product["one"]["flops"] == 2 * 2 * 64**3
+    assert product["one"]["flops"] == 2 * 2 * 32 * 64**2
     assert product["one"]["tflop_per_s"] == pytest.approx(product["one"]["flops"] / product["one"]["median"] / 1e12)
     assert all(info["share_of_ceiling"] is None for group in found.values() for info in group.values()), "on a CPU"
 
@@ -126,3 +130,37 @@ def test_the_devices_clock_goes_between_pairs_of_readings_only(micro, monkeypatc
         start = clock()
         assert clock() - start == pytest.approx(0.002)
     assert spun == [micro.SPIN] * 3 and len(recorded) == 6
+
+
+def test_the_table_has_the_fastest_form_of_ours_and_the_others(tmp_path, capsys):
+    def timed(group, form, us, least=None, flops=None, share=None):
+        extra = {"form": form, "least_bytes": least, "flops": flops, "share_of_ceiling": share}
+        return {"group": group, "stats": {"median": us / 1e6}, "extra_info": extra}
+
+    every = [
+        timed("concat_operand: s", "fused", 30, 3 * 2**20), timed("concat_operand: s", "torch", 40, 3 * 2**20),
+        timed("concat_operand: s", "fused_small", 20, 3 * 2**20, share=0.5),
+        timed("adapter: load_layer", None, 8, 2**20), timed("projection: o", "one", 500, flops=10**12),
+        timed("projection: o", "bare", 400, flops=10**12), timed("nf4: dequantize", "torch", 9, 2**20),
+        timed("job_columns: keep", "ours", 9),
+    ]  # fmt: skip
+    run = {
+        "benchmarks": every,
+        "machine": {"name": "a GPU"},
+        "tokens": 64,
+        "copy_gbs": 1.0,
+        "tflops": 2.0,
+        "version": "5",
+    }
+    (tmp_path / "micro.json").write_text(json.dumps(run))
+    with benchmark("kernel_table") as script:
+        script.main([str(tmp_path / "micro.json"), "--json", str(tmp_path / "kernel_table.json")])
+    shown = capsys.readouterr().out.splitlines()[2:]
+    assert shown == [
+        "| `concat_operand` | s, fused_small | 3 MiB | 20.0 | 157 GB/s | 50 % | torch 40.0 |",
+        "| `adapter` | load_layer | 1 MiB | 8.0 | 131 GB/s |  |  |",
+        "| `projection` | o, one | 1.00 TFLOP | 500.0 | 2000 TFLOP/s |  | bare 400.0 |",
+    ], "a group without a form of ours, or without a least, has no row"
+    made = json.loads((tmp_path / "kernel_table.json").read_text())
+    assert {name: made[name] for name in made if name != "rows"} == {n: run[n] for n in made if n != "rows"}
+    assert [row["bytes"] for row in made["rows"]] == [3 * 2**20, 2**20, 0]

@@ -4,7 +4,7 @@ benchmarks/micro/bench_adapter.py
 
 import pytest
 import torch
-from lorakernels.ops.adapter import load_adapter
+from lorakernels.ops.adapter import Loader, load_adapter
 
 
 @pytest.mark.parametrize("form", ["ours", "torch"])
@@ -21,3 +21,15 @@ def test_load_adapter(form, time, tensor, shapes):
         apart if form == "torch" else lambda: load_adapter(a, b, 2.0, out_a, out_b),
         moved=r * (n + k) * (a.element_size() + buffer.element_size()),
     )
+
+
+def test_load_layer(time, tensor, shapes):
+    """All adapters of a layer in one launch."""
+    h, wide, r = shapes["hidden"], shapes["wide"], shapes["rank"]
+    linears = [(h, h), (h // 4, h), (h // 4, h), (h, h), (wide, h), (wide, h), (h, wide)]
+    items = []
+    for n, k in linears:
+        buffer = tensor(n + r, k + r)
+        items.append((tensor(r, k), tensor(n, r), 2.0, buffer[n:, :k], buffer[:n, k:]))
+    loader = Loader()
+    time(lambda: loader.load(items), moved=sum(2 * (a.nbytes + b.nbytes) for a, b, *_ in items))

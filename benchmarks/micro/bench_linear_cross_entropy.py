@@ -4,7 +4,7 @@ benchmarks/micro/bench_linear_cross_entropy.py
 
 import pytest
 import torch
-from lorakernels.ops.linear_cross_entropy import linear_cross_entropy
+from lorakernels.ops.linear_cross_entropy import linear_cross_entropy, loss_and_gradient_
 from torch.nn import functional as F
 
 
@@ -19,3 +19,10 @@ def test_linear_cross_entropy(form, time, phase, tensor, shapes, liger):
     }
     one_product = 2 * x.shape[0] * weight.numel()
     time(phase(forms[form], (x,)), flops=phase.least(one_product, one_product), graph=form != "liger")
+
+
+def test_loss_and_gradient(time, tensor, shapes):
+    """A chunk's loss, and its gradient over its logits."""
+    logits = tensor(shapes["tokens"] // 8, shapes["vocabulary"])
+    target = torch.randint(shapes["vocabulary"], (len(logits),), device=logits.device)
+    time(lambda: loss_and_gradient_(logits, target), moved=2 * logits.nbytes)

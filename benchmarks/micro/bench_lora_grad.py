@@ -19,11 +19,13 @@ from lorakernels.runtime import use_triton
 
 
 @pytest.mark.parametrize("form", [*DS_DB_TILES, "torch"])
-@pytest.mark.parametrize("width", ["hidden", "wide"])
-def test_ds_and_db(form, width, time, tensor, shapes):
-    m, n, r = shapes["tokens"], shapes[width], shapes["rank"]
-    d, sb, s = tensor(m, n + r), tensor(n, r), tensor(m, r)
-    if form != "torch" and form not in fitting_tiles(d, [n], [r]):
+@pytest.mark.parametrize("linear", ["o", "gate", "qkv", "gate_up"])
+def test_ds_and_db(form, linear, time, tensor, shapes):
+    h, wide = shapes["hidden"], shapes["wide"]
+    widths = {"o": [h], "gate": [wide], "qkv": [h, h // 4, h // 4], "gate_up": [wide, wide]}[linear]
+    m, n, r, p = shapes["tokens"], sum(widths), shapes["rank"], 64
+    d, sb, s = tensor(m, n + p), tensor(n, p), tensor(m, p)
+    if form != "torch" and form not in fitting_tiles(d, widths, [r] * len(widths)):
         pytest.skip("runs in Triton only")
 
     def library():
@@ -31,7 +33,7 @@ def test_ds_and_db(form, width, time, tensor, shapes):
         return d[:, :n].t() @ s
 
     time(
-        library if form == "torch" else lambda: ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, [n], r), form),
+        library if form == "torch" else lambda: ds_and_db(d[:, :n], d[:, n:], AdapterColumns(sb, s, widths, r), form),
         moved=m * n * d.element_size(),
     )
 

@@ -5,7 +5,15 @@ LoRA columns. Run: python -m pytest benchmarks/micro/bench_rms_norm.py
 import pytest
 import torch
 from lorakernels.ops.concat_operand import LoraColumns
-from lorakernels.ops.rms_norm import Norm, NormInput, forward_into, forward_lora_into, rms_norm
+from lorakernels.ops.rms_norm import (
+    Norm,
+    NormFactors,
+    NormInput,
+    backward_into,
+    forward_into,
+    forward_lora_into,
+    rms_norm,
+)
 from lorakernels.runtime import TILES
 from torch.nn import functional as F
 
@@ -40,7 +48,8 @@ def test_rms_norm(form, time, phase, tensor, shapes, liger):
 @pytest.mark.parametrize("form", [*TILES, "plain"])
 def test_norm_and_lora_columns(form, time, tensor, shapes):
     m, k, p = shapes["tokens"], shapes["hidden"], 64
-    inputs, a, buffer = NormInput(tensor(m, k), tensor(k), Norm(1e-6)), tensor(p, k), tensor(m, k + p)
+    inputs = NormInput(tensor(m, k), tensor(k), Norm(1e-6), residual=tensor(m, k), h=tensor(m, k))
+    a, buffer = tensor(p, k), tensor(m, k + p)
 
     def plain():
         forward_into(inputs, buffer[:, :k])
@@ -48,4 +57,11 @@ def test_norm_and_lora_columns(form, time, tensor, shapes):
 
     fused = form if form != "plain" else "fused"
     run = plain if form == "plain" else lambda: forward_lora_into(inputs, buffer, LoraColumns(a), fused)
-    time(run, moved=2 * m * k * buffer.element_size())
+    time(run, moved=4 * m * k * buffer.element_size())
+
+
+def test_backward(time, tensor, shapes):
+    """dh, with the residual's gradient."""
+    dy, h, dx, d = (tensor(shapes["tokens"], shapes["hidden"]) for _ in range(4))
+    factors = NormFactors(tensor(shapes["tokens"]).float(), tensor(shapes["hidden"]), Norm(1e-6))
+    time(lambda: backward_into(dy, h, factors, dx, d), moved=4 * h.nbytes)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lorakernels.ops.rope import rope
+from lorakernels.ops.rope import HeadTensors, Rotary, rope, rotate_into
 
 
 def torch_rope(q, k, cos, sin):
@@ -26,3 +26,15 @@ def test_rope(form, time, phase, tensor, shapes, liger):
         "liger": lambda: liger("liger_rope")(q, k, cos, sin),
     }
     time(phase(forms[form], (q, k)), moved=phase.least(2, 2) * (q.numel() + k.numel()) * q.element_size())
+
+
+def test_backward_of_qkv(time, tensor, shapes):
+    """[dq | dk | dv] in the buffer that q, k and v share."""
+    seq, d = shapes["tokens"] // 4, 128 if shapes["hidden"] >= 1024 else 16
+    sizes = [shapes["hidden"], shapes["hidden"] // 4, shapes["hidden"] // 4]
+    merged = tensor(4, seq, sum(sizes) + 64)[..., : sum(sizes)]
+    target = HeadTensors(*(t.unflatten(-1, (-1, d)) for t in merged.split(sizes, -1)))
+    source = HeadTensors(*(tensor(*t.shape) for t in target))
+    rotary = Rotary(tensor(1, seq, d), tensor(1, seq, d))
+    moved = 2 * sum(t.nbytes for t in source)
+    time(lambda: rotate_into(source, target, rotary, backward=True), moved=moved)

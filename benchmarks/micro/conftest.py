@@ -6,6 +6,7 @@ On CUDA a round is the device's time of one replay of a CUDA graph, with cold ca
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -24,6 +25,10 @@ TOKENS, HIDDEN, WIDE, VOCABULARY = (8192, 4096, 14336, 128256) if CUDA else (64,
 FORMS = ("form", "tile")  # parameters that tell the members of a group apart
 CACHE = 200 << 20  # bytes that surely exceed the L2 cache
 SPIN = 2_000_000  # cycles, a millisecond, in which the host launches what is timed
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tokens", type=int, default=TOKENS, help=f"a multiple of 32, {TOKENS} unless given")
 
 
 def pytest_collect_file(file_path, parent):
@@ -82,8 +87,14 @@ def memory_back():
 
 
 @pytest.fixture
-def shapes():
-    return {"tokens": TOKENS, "hidden": HIDDEN, "wide": WIDE, "vocabulary": VOCABULARY, "rank": 16}
+def shapes(request):
+    return {
+        "tokens": request.config.getoption("--tokens", TOKENS),
+        "hidden": HIDDEN,
+        "wide": WIDE,
+        "vocabulary": VOCABULARY,
+        "rank": 16,
+    }
 
 
 @pytest.fixture
@@ -108,9 +119,20 @@ def liger():
     return named
 
 
-@pytest.fixture(scope="session")
+def pytest_benchmark_update_json(config, output_json):
+    """The machine, the tokens, and the limits of this run: benchmarks/kernel_table.py reads them."""
+    from lorabench.measure.machine import describe
+
+    copy_gbs, tflops = limits()
+    output_json |= {
+        "machine": describe().model_dump(mode="json"), "tokens": config.getoption("--tokens", TOKENS),
+        "copy_gbs": copy_gbs, "tflops": tflops,
+    }  # fmt: skip
+
+
+@functools.cache
 def limits():
-    """(GB/s of a large copy, TFLOP/s of a large product), sustained, measured now; on a CPU nobody asks for them."""
+    """(GB/s of a large copy, TFLOP/s of a large product), sustained, measured once; on a CPU nobody asks for them."""
     if not CUDA:
         return None, None
     from lorabench.measure.roofline import ceilings
@@ -134,8 +156,7 @@ def time(benchmark, request):
         benchmark.extra_info.update(form=form, device=DEVICE, dtype=str(DTYPE), least_bytes=moved, flops=flops)
         if benchmark.stats is not None:
             seconds = benchmark.stats.stats.median
-            copy, product = request.getfixturevalue("limits")
-            benchmark.extra_info.update(rates(seconds, moved, flops, copy, product))
+            benchmark.extra_info.update(rates(seconds, moved, flops, *limits()))
 
     return run
 
