@@ -51,11 +51,11 @@ NUMBER = "number"  # of a joint micro-batch, among its inputs
 RUNS = 32  # of which the times are kept
 
 
-def alike(batches: Sequence[Batch], rows: int = 0, width: int = 0) -> list[Batch]:
-    """The batches with one shape, at least rows x width: a stage has one buffer for what it receives. Rows that are
-    added have no labels; what is added to a packed row is a sample of its own. All of it is counted as padding."""
+def alike(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches with one shape: a stage has one buffer for what it receives. Rows that are added have no labels; what
+    is added to a packed row is a sample of its own. All of it is counted as padding."""
     shapes = [b.inputs["input_ids"].shape for b in batches]
-    rows, width = max([rows, *(r for r, _ in shapes)]), max([width, *(w for _, w in shapes)])
+    rows, width = map(max, zip(*shapes, strict=True))
     packed = any("position_ids" in b.inputs for b in batches)
     masked = not packed and any("attention_mask" in b.inputs for b in batches) | any(s != (rows, width) for s in shapes)
     return [_filled(batch, rows, width, masked) for batch in batches]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.ranks import Ranks, local
-from lorabench.contract.step import Step, Wrapped
+from lorabench.contract.step import Step
 from lorabench_ablations.parallel import (
     CAPTURED,
     COMPILED,
+    Averaged,
     Parallel,
     Summed,
     alike,
@@ -131,18 +132,12 @@ def _held(arm: Arm) -> int:
     return sum(local(p).nbytes for _, p in arm.adapters())
 
 
-class _Whole(Wrapped):
-    """Around a step whose loss is that of all samples on every one of `size` ranks: each says its share of it."""
-
-    def __init__(self, inner: Step, size: int) -> None:
-        super().__init__(inner)
-        self.size = size
+class _Whole(Averaged):
+    """Around a step whose loss is that of all samples on every one of `size` ranks: each says its share of it, and
+    starts backward from the whole again."""
 
     def forward(self, batch: Batch) -> Tensor:
         return self.inner.forward(batch) / self.size
-
-    def backward(self, loss: Tensor) -> None:
-        self.inner.backward(loss * self.size)
 
 
 def _split(base: Any) -> None:

@@ -32,14 +32,8 @@ def show_ablations(console: Console, machine: Machine) -> None:
     """Every registered ablation, ours and others', and what it lacks here."""
     console.print(f"ablations on {machine.name}", style="italic", highlight=False)
     for name in sorted(registered()):
-        slot = summary = ""
-        try:
-            cls = ablation_class(name)
-            slot, summary = cls.slot, cls.summary
-            unmet = asked_requires(cls, machine)
-            here = Text(unmet, style="dim") if unmet else Text("available", style="green")
-        except Exception as error:  # a third party's class may fail in any way
-            here = Text(str(error) if isinstance(error, NameUnknown) else described(error), style="red")
+        slot, summary, lacks, failed = _asked(name, machine)
+        here = Text(lacks or "available", style="red" if failed else "dim" if lacks else "green")
         console.print(Text(name, style="bold"), Text(slot and f"({slot})", style="cyan"), here, soft_wrap=True)
         if summary:
             console.print(Padding(Text(summary), (0, 0, 0, 4), expand=False))
@@ -49,20 +43,25 @@ def show_lacking(console: Console, machine: Machine) -> None:
     """How many of the registered ablations this machine can have, and the others by what they lack."""
     lacking: dict[str, list[str]] = {}
     for name in sorted(registered()):
-        if words := _lacks(name, machine):
-            lacking.setdefault(words, []).append(name)
+        _, _, lacks, _ = _asked(name, machine)
+        if lacks:
+            lacking.setdefault(lacks, []).append(name)
     every, missing = len(registered()), sum(map(len, lacking.values()))
     console.print(f"{every - missing} of {every} ablations are available here (lorabench list shows each)")
     for words, names in sorted(lacking.items(), key=lambda item: -len(item[1])):
         console.print(Text(f"  {', '.join(names)}: {words}", style="dim"))
 
 
-def _lacks(name: str, machine: Machine) -> str | None:
-    """What an ablation needs and this machine has not, or why it cannot be had at all; None where nothing is wrong."""
+def _asked(name: str, machine: Machine) -> tuple[str, str, str | None, bool]:
+    """An ablation's slot and summary; what it needs and this machine has not, or why it cannot be had at all (None:
+    nothing is wrong); and whether it is the latter."""
+    slot = summary = ""
     try:
-        return asked_requires(ablation_class(name), machine)
+        cls = ablation_class(name)
+        slot, summary = cls.slot, cls.summary
+        return slot, summary, asked_requires(cls, machine), False
     except Exception as error:  # a third party's class may fail in any way
-        return str(error) if isinstance(error, NameUnknown) else described(error)
+        return slot, summary, str(error) if isinstance(error, NameUnknown) else described(error), True
 
 
 def say_rows(console: Console, cells: Iterable[Cell]) -> None:

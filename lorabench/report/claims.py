@@ -320,7 +320,7 @@ def _names(labels: Sequence[str]) -> set[str]:
     return {label.partition("(")[0].strip() for label in labels}
 
 
-def standing(claim: Claim, matches: Iterable[Match]) -> str:
+def whether_measured(claim: Claim, matches: Iterable[Match]) -> str:
     """In words, how a claim stands where these are all matches: measured, against which baseline, or open and why."""
     if claim.open or claim.same_as:
         return f"open: {claim.open}" if claim.open else f"the same as {claim.same_as}"

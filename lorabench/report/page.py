@@ -19,7 +19,7 @@ from markupsafe import Markup
 from lorabench.record.schema import Record
 from lorabench.report.analysis import Analysis, Session
 from lorabench.report.answers import published_answer
-from lorabench.report.claims import load_claims, standing
+from lorabench.report.claims import load_claims, whether_measured
 from lorabench.report.details import pairs
 from lorabench.report.glossary import GLOSSARY
 from lorabench.report.page_data import families, work
@@ -70,7 +70,7 @@ def page(analysis: Analysis, shown: Shown, recommendation: Recommendation | None
         published=published_answer(analysis),
         sessions=[_session(s) for s in sessions],
         sources=load_claims(),
-        standing=lambda claim: standing(claim, analysis.matches),
+        standing=lambda claim: whether_measured(claim, analysis.matches),
         glossary=GLOSSARY | work(records),
     )  # fmt: skip
 

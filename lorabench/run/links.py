@@ -67,7 +67,7 @@ def curve(
     until = time.monotonic() + within_s
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "links.json"
-        place = Place(0, ranks, free_port(), str(found), time.time(), os.getpid(), within_s)
+        place = Place(0, ranks, free_port(), str(found), os.getpid(), within_s)
         arguments = place, device_type, tuple(sizes), busy_s, found
         started: Any = start_processes(_rank, arguments, nprocs=ranks, join=False, start_method=method)
         try:

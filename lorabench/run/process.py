@@ -92,7 +92,7 @@ class Workers:
             for number in range(size):
                 (ours, theirs), (reads, writes) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)
                 own_log = log_of(log, number)
-                place = Place(number, size, port, str(own_log), time.time(), os.getpid(), timeout_s, beats)
+                place = Place(number, size, port, str(own_log), os.getpid(), timeout_s, beats)
                 pipes = worker.Pipes(reads, theirs)
                 process = self._context.Process(target=worker.main, args=(seating, place, pipes), daemon=False)
                 with uninterrupted():

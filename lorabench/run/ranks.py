@@ -41,7 +41,6 @@ class Place:
     size: int
     port: int
     log: str  # file that takes the worker's stdout and stderr
-    spawned: float  # time.time() when the runner started it
     sweep: int  # process id of the sweep
     timeout_s: float
     beats: Any = None

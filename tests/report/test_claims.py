@@ -150,7 +150,7 @@ def test_what_is_simulated_is_of_rows_that_are_there(tmp_path):
     assert claims.Claim.model_validate(bubble).simulated == found
     with pytest.raises(ValidationError, match="for a claim that is open"):
         claims.Claim.model_validate(bubble | {"open": None, "counted": found, "reference": [], "candidate": []})
-    assert claims.standing(claims.Claim.model_validate(bubble), []) == "open: no suite"
+    assert claims.whether_measured(claims.Claim.model_validate(bubble), []) == "open: no suite"
 
 
 def test_a_pipeline_s_bubbles_stand_beside_lorafusion_s_and_its_speed_beside_that_over_megatron(record):
@@ -200,7 +200,7 @@ def test_what_was_counted_beside_sweeps_is_measured():
     found = claims.Tabled(table="a.csv", column="saved_pct", where={"arm": "lora_kernels"}, how="by ncu")
     traffic = a_claim(quantity="memory_traffic_saved_pct", unit="%", kind="op", counted=found)
     traffic |= {"reference": [], "candidate": []}
-    assert claims.standing(claims.Claim.model_validate(traffic), []) == "measured"
+    assert claims.whether_measured(claims.Claim.model_validate(traffic), []) == "measured"
     for more in ({"open": "no suite"}, {"reference": ["sdpa"], "candidate": ["eager"]}):
         with pytest.raises(ValidationError, match="neither open nor"):
             claims.Claim.model_validate(traffic | more)
@@ -232,7 +232,7 @@ def test_a_baseline_s_own_figures_are_the_reference_s(record):
     assert claims.measured(one, passed, Contrasts())[0] == pytest.approx(1000 * 2000 / took)
     assert claims.measured(one, memory, Contrasts())[0] == pytest.approx(10 * 2**30 / 1e9)
     hours = claim_of("mlora", "strategies-seq-latency")
-    assert claims.standing(hours, []) == claims.BY_DEFINITION and hours not in [m.claim for m in found([one])]
+    assert claims.whether_measured(hours, []) == claims.BY_DEFINITION and hours not in [m.claim for m in found([one])]
 
 
 def test_utilization_is_the_share_of_a_step_in_which_the_gpu_was_busy(record):
@@ -257,12 +257,14 @@ def test_how_many_jobs_fit_is_said_by_an_arm_that_ran_out_of_memory(record):
     assert claims.measured(full, ratio, Contrasts())[0] == pytest.approx(9 / 4)
     assert claims.measured(full, beside, Contrasts())[0] == 4
     assert {m.claim.id for m in found([full], "mlora") if claims.answers(m)} == {ratio.id, beside.id}
-    assert claims.standing(ratio, found([full])) == "measured"
+    assert claims.whether_measured(ratio, found([full])) == "measured"
     more = record(["batched"], status="oom", arm="candidate", notes=full.notes, **many | {"workload": MORE_JOBS})
-    assert claims.standing(ratio, found([more])) == "measured"  # twenty were asked in place of sixteen: the edge counts
+    # Twenty were asked in place of sixteen: the edge counts.
+    assert claims.whether_measured(ratio, found([more])) == "measured"
     cut = {"candidate": {"edge": edge | {"fits": 4, "too_many": 16}}}  # the time was up before five were tried
     early = found([record(["batched"], status="oom", arm="candidate", notes=cut, **many)])
-    assert claims.standing(ratio, early) != "measured" and claims.standing(beside, early) == "measured"
+    assert claims.whether_measured(ratio, early) != "measured"
+    assert claims.whether_measured(beside, early) == "measured"
     room = record(["batched"], **many)  # all of its jobs fit: how many more would is not known
     assert math.isnan(claims.measured(room, ratio, Contrasts())[0])
 
@@ -336,11 +338,11 @@ def test_how_a_claim_stands(record):
     gain = claim_of("axolotl_blog", "smollm2-135m-forward-gain")
     same, other = (record(["packing"], reference=base) for base in (QLORA, ("sdpa", "padding", "adamw")))
     failed = record(["packing"], reference=QLORA, status="crash")
-    assert claims.standing(packing, found([same, other])) == "measured"
-    assert claims.standing(packing, found([other])) == "measured against another baseline"
-    assert claims.standing(packing, found([failed])) == "open: not measured here"
-    assert claims.standing(cost, []).startswith("open: a price")
-    assert claims.standing(gain, []) == "the same as smollm2-135m-forward-speedup"
+    assert claims.whether_measured(packing, found([same, other])) == "measured"
+    assert claims.whether_measured(packing, found([other])) == "measured against another baseline"
+    assert claims.whether_measured(packing, found([failed])) == "open: not measured here"
+    assert claims.whether_measured(cost, []).startswith("open: a price")
+    assert claims.whether_measured(gain, []) == "the same as smollm2-135m-forward-speedup"
 
 
 def test_an_optimizer_changes_nothing_about_a_claim_of_forward_and_backward(record):

@@ -250,7 +250,7 @@ def test_ranks_of_one_machine_divide_its_threads(one_gpu, threads, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     try:
-        joined(Place(0, 4, 1, "", 0.0, 0, 9.0), "cpu", lambda: None, one_gpu)
+        joined(Place(0, 4, 1, "", 0, 9.0), "cpu", lambda: None, one_gpu)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -330,7 +330,7 @@ def test_a_rank_without_a_variable_refuses_to_start_over_nccl(monkeypatch, varia
     for name, off in NO_MULTICAST.items():
         monkeypatch.setenv(name, off)
     monkeypatch.delenv(variable)
-    place = Place(0, 2, free_port(), "", 0.0, os.getpid(), 1.0)
+    place = Place(0, 2, free_port(), "", os.getpid(), 1.0)
     with pytest.raises(RuntimeError, match=f"^{variable} is not in the environment; on several GPUs it has to be "):
         joined(place, "cuda", lambda: None)
     assert variable not in os.environ and not torch.distributed.is_initialized()

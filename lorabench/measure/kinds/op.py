@@ -37,9 +37,9 @@ from lorabench.measure.kind import Begin, Request
 from lorabench.measure.kinds.operations.attention import Attention
 from lorabench.measure.kinds.operations.linear import Linear
 from lorabench.measure.kinds.operations.operation import Operation
+from lorabench.measure.kinds.train import BACKWARD, FORWARD, one_step
 from lorabench.plan.samples import draw
 
-FORWARD, BACKWARD = "forward", "backward"
 OPERATIONS: dict[str, Operation] = {made.family: made for made in (Linear(), Attention())}
 
 
@@ -119,14 +119,7 @@ class Op(GradientKind):
 
     def trial(self, arm: Arm, begin: Begin) -> list[list[Tensor]]:
         empty_l2(arm.device)
-        outs = []
-        for batch in arm.step.batches:
-            begin(FORWARD)
-            out = arm.step.forward(batch)
-            begin(BACKWARD)
-            arm.step.backward(out)
-            outs.append(out.detach())
-        return [outs]
+        return [one_step(arm.step, len(arm.step.batches), arm.step.batches.__getitem__, begin)]
 
 
 def empty_l2(device: torch.device) -> None:

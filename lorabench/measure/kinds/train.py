@@ -3,7 +3,7 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -86,9 +86,11 @@ class Train(GradientKind):
             inner = turn.innermost
             inner.begin = begin
             try:
-                found |= (
-                    _joint_step(turn, inner, begin) if isinstance(inner, Joint) else {turn.name: _one_step(turn, begin)}
-                )
+                if isinstance(inner, Joint):
+                    outs = one_step(turn, inner.count, inner.micro_batch, begin)
+                    found |= {step.name: inner.losses_of(index, outs) for index, step in enumerate(inner.steps)}
+                else:
+                    found[turn.name] = one_step(turn, len(turn.batches), turn.batches.__getitem__, begin)
             finally:
                 inner.begin = None
         return [found[step.name] for step in arm.steps]
@@ -112,12 +114,13 @@ def _step(
     return Step(model, optimizer, own, scale, job=job, samples=samples, items=items)
 
 
-def _one_step(step: Step, begin: Begin) -> list[torch.Tensor]:
-    """The losses of the step's batches, as `forward` returned them."""
+def one_step(step: Step, count: int, batch: Callable[[int], Batch], begin: Begin) -> list[torch.Tensor]:
+    """The losses of so many batches, as `forward` returned them. A batch that is only now made is made while the
+    forward is timed."""
     outs = []
-    for batch in step.batches:
+    for number in range(count):
         begin(FORWARD)
-        out = step.forward(batch)
+        out = step.forward(batch(number))
         begin(BACKWARD)
         step.backward(out)
         outs.append(out.detach())
@@ -125,18 +128,3 @@ def _one_step(step: Step, begin: Begin) -> list[torch.Tensor]:
         begin(STEP)
         step.update()
     return outs
-
-
-def _joint_step(turn: Step, joint: Joint, begin: Begin) -> dict[str, list[torch.Tensor]]:
-    """The losses of each job's batches, by its name. The joint batches are made while the forward is timed."""
-    outs = []
-    for number in range(joint.count):
-        begin(FORWARD)
-        out = turn.forward(joint.micro_batch(number))
-        begin(BACKWARD)
-        turn.backward(out)
-        outs.append(out.detach())
-    if turn.updates:
-        begin(STEP)
-        turn.update()
-    return {step.name: joint.losses_of(index, outs) for index, step in enumerate(joint.steps)}
