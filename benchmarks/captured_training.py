@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,14 +48,14 @@ from loss_curve import load, write_found
 ARMS = ("plain", "captured", "lorakernels", "lorakernels_captured", "unsloth")
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # Unsloth wants names
-LAST_WORDS = 20.0  # seconds before an arm's limit at which it says where it stands; it counts from its imports on
+LAST_WORDS_S = 2.0  # that an arm has at its limit to say where it stands
 LOGS = 20  # of a run: each is a wait for the device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.only:
-        faulthandler.dump_traceback_later(max(1.0, options.timeout - LAST_WORDS))
+        faulthandler.register(signal.SIGUSR1)
         options.out.write_text(json.dumps(run(options, options.only)))
         return 0
     arms: dict[str, Any] = {}
@@ -115,18 +116,21 @@ def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         given = {n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only")}
         words = [w for n, v in given.items() for w in (f"--{n.replace('_', '-')}", str(v))]
         command = [sys.executable, __file__, *words, "--only", arm, "--out", str(answer)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
-        except subprocess.TimeoutExpired as error:
-            said = error.stderr or b""
-            return failed(options, arm, f"no end within {options.timeout} s", said.decode(errors="replace"))
-        if done.returncode or not answer.exists():
-            return failed(options, arm, (done.stderr.strip().splitlines() or ["no message"])[-1], done.stderr)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                _, said = process.communicate(timeout=options.timeout)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(LAST_WORDS_S)
+                process.kill()
+                return failed(options, arm, f"no end within {options.timeout} s", process.communicate()[1])
+        if process.returncode or not answer.exists():
+            return failed(options, arm, (said.strip().splitlines() or ["no message"])[-1], said)
         return json.loads(answer.read_text())
 
 
 def failed(options: argparse.Namespace, arm: str, reason: str, said: str) -> dict[str, Any]:
-    """The arm's reason; all that it said, with where it stood shortly before its limit, is kept beside the results."""
+    """The arm's reason; all that it said, with where it stood at its limit, is kept beside the results."""
     (options.out / f"{arm}.stderr.txt").write_text(said)
     return {"failed": reason}
 

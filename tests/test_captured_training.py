@@ -54,10 +54,10 @@ def test_an_arm_that_fails_is_named_and_costs_no_other(script, tmp_path):
 
 @pytest.mark.exhaustive
 def test_an_arm_without_an_end_says_where_it_stood(script, tmp_path):
-    command = ["--model", "tiny-llama", "--steps", "99999", "--seq-len", "4", "--timeout", "20"]
+    command = ["--model", "tiny-llama", "--steps", "99999", "--seq-len", "4", "--timeout", "30"]
     assert script.main([*command, "--out", str(tmp_path / "out"), "--arms", "plain"]) == 1
     found = json.loads((tmp_path / "out" / "captured_training.json").read_text())
-    assert found["arms"]["plain"]["failed"] == "no end within 20 s"
+    assert found["arms"]["plain"]["failed"] == "no end within 30 s"
     assert "captured_training.py" in (tmp_path / "out" / "plain.stderr.txt").read_text()
 
 
