@@ -69,8 +69,6 @@ class TorchCompileLayers(TorchCompile):
 
     name: ClassVar[str] = "torch_compile_layers"
     summary: ClassVar[str] = "torch.compile of each decoder layer by itself, which compiles one of them"
-    slow_start: ClassVar[bool] = False
-    worth_trying: ClassVar[Worth | None] = None  # nobody has measured that it pays
 
     def patch(self, model: Any) -> int:
         layers = self._layers(model)

@@ -163,6 +163,9 @@ def test_ours_say_what_they_are_worth():
     assert not {"sdpa", "eager", "frozen_limit", "no_optimizer", "fp8_base"} & set(names)
     for name in ("gradient_checkpointing", "long_context", "nf4_base"):
         assert registry.ablation_class(name).worth_trying == "memory"
+    compilers = {"torch_compile", "torch_compile_layers"}
+    assert compilers <= set(names)
+    assert {registry.ablation_class(name).slot for name in compilers} == {"compilation"}, "one of them goes on at most"
 
 
 def test_it_says_for_what_it_answers_where_nobody_did(capsys):
@@ -257,11 +260,12 @@ def test_sixty_chats_in_a_minute(tmp_path):
     later = [arm for arm in arms if arm.family != arms[0].family and arm.role != "candidate" and arm.status == "ok"]
     # Who sat in the family before stays, unless an arm of this one ended their process: a compiler that takes too long.
     stayed = {arm.family for arm in later if arm.cost.build == arm.cost.gate == 0}
-    assert len(stayed) >= len({arm.family for arm in later}) - ("torch_compile" in found.left_out)
+    compilers = {"torch_compile", "torch_compile_layers"}
+    assert len(stayed) >= len({arm.family for arm in later}) - len(compilers & {*found.left_out})
     names = {t.toggles for t in found.tried if t.outcome not in ("not measured", "not tried")}
     assert {"auto_batch_size", "packing", "lora_kernels", "adamw_fused", "adapters_in_compute_dtype"} <= names
     assert all(any(name in stack.split(" + ") for stack in first) for name in names)
-    assert set(found.left_out) <= {"torch_compile"}, "what starts slowly, and nothing else"
+    assert set(found.left_out) <= compilers, "what starts slowly, and nothing else"
     # Nine tenths of three minutes: what a family's opening and end leave unused is seconds, whatever the budget.
     assert found.spent_s >= 60 - 0.1 * 180 or not found.more
     assert found.spent_s < 1.5 * 60

@@ -42,7 +42,7 @@ def expected(toggles: Iterable[Ablation], size: int) -> Expected:
 
 def slow(toggles: Iterable[Ablation], size: int) -> bool:
     """Whether a contender takes long until its first round: it sits alone, in several processes, or compiles."""
-    return any(t.global_patch for t in toggles) or expected(toggles, size).start_s > SLOW_START_S
+    return any(t.global_patch or t.slow_start for t in toggles) or expected(toggles, size).start_s > SLOW_START_S
 
 
 def in_order(contenders: Iterable[Toggles], size: int) -> list[Toggles]:

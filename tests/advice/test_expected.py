@@ -37,6 +37,11 @@ def test_nothing_is_expected_of_what_was_never_published():
     assert expected(own, BIG) == (1.0, 0.0) and not slow(own, BIG)
 
 
+def test_a_compiler_is_slow_to_start_where_no_published_pair_says_how_slow():
+    (own,) = toggles("torch_compile_layers")
+    assert expected(own, BIG).start_s == 0 and slow(own, BIG)
+
+
 @pytest.mark.parametrize(("name", "billions"), [("smollm2-135m", 0.135), ("llama-3.1-8b", 8.03)])
 def test_a_models_size_is_its_number_of_parameters(name, billions):
     assert parameters(model(name, load_config([]))) / 1e9 == pytest.approx(billions, rel=0.01)
