@@ -76,7 +76,8 @@ class Siblings:
         return next((arm for arm in self.arms if arm.arm == name), alike[0] if alike else None)
 
     def records(self, against: str | None = None) -> list[Record]:
-        """Every contrast that the designs show; or every arm that was measured over the arm called `against`."""
+        """Every contrast that the designs show; or every arm over the arm called `against`, which stands alone where it
+        failed."""
         if against in (None, REFERENCE):
             made = [(arm, shown) for arm in self.arms for shown in arm.shown if self._has(shown)]
             lone = self.reference if len(self.arms) == 1 and not made else None
@@ -84,9 +85,7 @@ class Siblings:
                 return self._with_cost([self._alone(lone)], [lone])
         else:
             base = self.named(against)
-            made = [(arm, self._over(base, arm)) for arm in self._others(base)] if base else []
-            if self.twin and made:  # the noise floor belongs to every table of the family
-                made += [(self.twin, shown) for shown in self.twin.shown if not shown.ablations]
+            made = self._over_all(base) if base else []
         records = [self.record(arm, shown) for arm, shown in made]
         records += [floor for arm, shown in made if (floor := self._floor_between(arm, shown))]
         return self._with_cost(records, [arm for arm, _ in made])
@@ -113,11 +112,19 @@ class Siblings:
         shown = self._over(reference, candidate)
         return self._measured(shown, reference, candidate, self._together(reference, candidate))
 
+    def _over_all(self, base: ArmRecord) -> list[tuple[ArmRecord, Shown]]:
+        """Every arm over this one, and the noise floor, which belongs to every table of the family; a base that failed
+        by itself."""
+        if base.status != "ok":
+            return [(base, self._over(base, base))]
+        made = [(arm, self._over(base, arm)) for arm in self._others(base)]
+        floors = self.twin.shown if self.twin and made else []
+        return made + [(self.twin, shown) for shown in floors if self.twin and not shown.ablations]
+
     def _others(self, base: ArmRecord) -> list[ArmRecord]:
-        """What was measured, and judged, of another stack than the base's; the twin adds nothing to the reference."""
-        others = (a for a in self.arms if a.status == "ok" and a is not self.twin)
-        others = (a for a in others if set(a.toggles) != set(base.toggles))
-        return [a for a in others if self._numerics(a) or "numerics" not in kind(a.kind).carries]
+        """What was judged, or failed, of another stack than the base's; the twin adds nothing to the reference."""
+        others = [a for a in self.arms if a is not self.twin and set(a.toggles) != set(base.toggles)]
+        return [a for a in others if a.status != "ok" or self._numerics(a) or "numerics" not in kind(a.kind).carries]
 
     def _over(self, base: ArmRecord, arm: ArmRecord) -> Shown:
         """An arm whose toggles are all in the base too is under test by its name."""
@@ -240,14 +247,22 @@ def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]
     family without such an arm has no records then. Raises NameUnknown (a ValueError) where no family has it.
     """
     families = by_place(arms).values()
-    named = [family for family in families if against and family.named(against)]
-    if against not in (None, REFERENCE) and not named:
+    if against in (None, REFERENCE):
+        return [record for family in families for record in family.records()]
+    named = [(family, arm) for family in families if (arm := family.named(against))]
+    if not named:
         raise nearest("arm", against, {REFERENCE, *(arm.arm for family in families for arm in family.arms)})
-    made = [record for family in families for record in family.records(against)]
-    if not made and sum(arm.status == "ok" for family in named for arm in family.arms) > len(named):
+    if all(arm is family.twin for family, arm in named):
+        why = "it is the reference once more, over which a report without against= shows every arm"
+    elif all(arm.status != "ok" for _, arm in named):
+        why = f"it is {named[0][1].status}: {named[0][1].reason}"
+    elif made := [record for family, _ in named for record in family.records(against)]:
+        return made
+    elif sum(arm.status == "ok" for family, _ in named for arm in family.arms) > len(named):
         why = "records of schemas 1 and 2 are pairs, whose reference was not judged"
-        raise NameUnknown(f"nothing was measured that can be held against {against!r}: {why}")
-    return made
+    else:
+        why = "no other arm was measured beside it"
+    raise NameUnknown(f"nothing can be held against {against!r}: {why}")
 
 
 def _parts(name: str) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Tables, plots and page again, from the records of a results folder.
 
     python -m lorabench.report results/h200/first_sweep
-    python -m lorabench.report results/h200/first_sweep against=lora_kernels
+    python -m lorabench.report results/h200/mlora_ways against=processes
 
 Nothing is measured: summary.md, .csv and .tex, plots/ and report.html are written anew into the folder, its records
 stay as they are; rounds of a sweep that was ended before it wrote its records become records that say so.

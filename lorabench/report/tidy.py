@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lorabench.contract.kind import registered
 from lorabench.record import stats
-from lorabench.record.schema import ARMS, TOTAL, ArmJob, Cost, PhaseRoofline, Record
+from lorabench.record.schema import ARMS, TOTAL, UNCHECKED, ArmJob, Cost, PhaseRoofline, Record
 from lorabench.report.contrasts import Contrasts
 from lorabench.report.labels import labels
 from lorabench.report.noise import NoiseFloors
@@ -51,7 +51,8 @@ def tidy(
     averaged by time (of phases that only move bytes: the longest at the measured rate, over their sum);
     {arm}_host_share: of the time in which the device waited; {arm}_communication_ms, {arm}_exposed_ms: only where ranks
     send, in which a collective ran and in which nothing else did. {arm}_fits_tokens, {arm}_fits_jobs: of an arm that
-    ran out of memory, the longest samples or the most jobs with which it did not.
+    ran out of memory, the longest samples or the most jobs with which it did not. unchecked: True where the sweep was
+    ended from outside, before its last checks; only where a row is.
     of_limit, _low, _high, _paired: limit's time / candidate's time, both of the limit's phases, and of_limit_forward of
     forward alone (see `shares`). limit: least work, no candidate. jobs, job_*, {arm}_ranks, {arm}_rank_spread: only
     where a record has several jobs or ranks. family: of both arms.
@@ -264,6 +265,8 @@ def _of_rates(timed: Sequence[tuple[float, PhaseRoofline]]) -> float:
 def _checks(record: Record) -> dict[str, Any]:
     gate, cost, telemetry = record.numerics, record.cost, record.telemetry
     found: dict[str, Any] = {"disturbed": len(telemetry.disturbed_trials)} if telemetry else {}
+    if UNCHECKED in record.notes:
+        found["unchecked"] = True  # status ok, but what is judged behind the rounds was not
     if gate:
         found |= {
             "grad_error": gate.grad_error,
@@ -311,7 +314,7 @@ def _overhead_share(cost: Cost) -> float:
 
 _ARMS_OF = lambda *names: [f"{arm}_{name}" for name in names for arm in ARMS]  # noqa: E731
 _WHERE_PRESENT = {
-    *("unequal", "jobs", "job_tokens", "job_r", "job_gate"),
+    *("unchecked", "unequal", "jobs", "job_tokens", "job_r", "job_gate"),
     *_ARMS_OF("ranks", "rank_spread", "j_per_ktok", "fits_tokens", "fits_jobs", "communication_ms", "exposed_ms"),
 }  # fmt: skip
 
@@ -324,7 +327,8 @@ def _order(records: Sequence[Record]) -> list[str]:
         *(f"{p}_{c}" for p in phases for c in (*times, "speedup", "low", "high")),
         *(f"{share.column}{field}" for share in columns(kinds_of(records)) for field in SHARE_FIELDS),
         *("sessions", "sessions_tried", "session_low", "session_high", "session_ratios", "reference_moved"),
-        *("other_code", "dirty", "trials", "disturbed", "p", "p_holm", "noise_floor", "noise_pairing", "detectable"),
+        *("other_code", "dirty", "trials", "disturbed", "unchecked", "p", "p_holm"),
+        *("noise_floor", "noise_pairing", "detectable"),
         *_ARMS_OF(
             "peak_gib",
             "process_gib",

@@ -251,12 +251,13 @@ def test_every_arm_against_one_that_is_named(simulated):
     arms = [simulated.arm(), simulated.twin(), simulated.arm(["a"], 1.2), simulated.arm(["b"], 1.5)]
     arms += [simulated.arm(["a", "b"], 2.0), simulated.arm(["c"], status="crash"), simulated.limit(3.0)]
     found = by_name(pairs(arms, against="b"))
-    assert found.keys() == {"reference", "a", "frozen_limit", "again, paired"}
+    assert found.keys() == {"reference", "a", "c", "frozen_limit", "again, paired"}
+    assert (found["c"].status, found["c"].arm) == ("crash", "candidate"), "what failed stays in the table"
     assert ratio(found["reference"]) == pytest.approx(1 / 1.5, rel=0.01)
     assert all(r.reference == [*BASE, "b"] for r in found.values() if not r.is_noise_floor)
     assert found["frozen_limit"].kind == "limit"
     assert {frozenset(r.candidate) for r in pairs(arms, "b + a")} == {
-        frozenset([*BASE, *own]) for own in ((), ("a",), ("b",), ("frozen_limit",))
+        frozenset([*BASE, *own]) for own in ((), ("a",), ("b",), ("c",), ("frozen_limit",))
     }  # fmt: skip
     assert by_name(pairs(arms, "sdpa + padding + a")).keys() >= {"reference", "b"}
     assert pairs(arms, "reference") == pairs(arms)
@@ -273,8 +274,24 @@ def test_a_name_that_no_arm_has_costs_one_line_with_the_nearest(simulated):
     arms = [simulated.arm(), simulated.arm(["lora_kernels"])]
     with pytest.raises(NameUnknown, match="no arm named 'lora_kernel'; did you mean lora_kernels"):
         pairs(arms, "lora_kernel")
-    other = Simulated(family="g").arm(["b"])
-    assert {r.family for r in pairs([*arms, other], "b")} == set(), "the only arm of its family"
+
+
+def test_what_nothing_can_be_held_against_costs_one_line(simulated):
+    """Over a failed arm all others would seem to have failed, and a twin is the reference itself."""
+    alone = Simulated(family="g").arm(["b"])
+    arms = [simulated.arm(), simulated.twin(), simulated.arm(["a"]), simulated.arm(["c"], status="crash")]
+    for name, why in (
+        ("b", "no other arm was measured beside it"),
+        ("c", "it is crash: "),
+        ("reference again", "it is the reference once more, over which a report without against= shows every arm"),
+    ):
+        with pytest.raises(NameUnknown, match=f"^nothing can be held against '{name}': {why}"):
+            pairs([*arms, alone], name)
+    other = Simulated(family="h")
+    found = pairs([*arms, other.arm(), other.arm(["a"]), other.arm(["c"], 1.3)], "c")
+    assert [(r.family, r.status, r.ablations) for r in found] == [
+        ("f", "crash", ["c"]), ("h", "ok", ["reference"]), ("h", "ok", ["a"]),
+    ]  # fmt: skip
 
 
 # -- in a folder ------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_the_report_against_another_arm(folder, capsys):
     assert row["total_speedup"] == pytest.approx(1 / 1.5, rel=0.02) and row["verdict"] == "slower"
     assert row["noise_pairing"] == "paired", "the floor is the family's own"
     first = show(analysis).groups[0]
-    assert [row["toggle"] for row in first.rows] == ["b", "reference", "frozen_limit"]
+    assert [row["toggle"] for row in first.rows] == ["b", "reference", "c", "frozen_limit"]
 
 
 def test_a_page_has_every_ratio_of_a_family_for_whichever_arm_is_the_baseline(folder, cells_of):
