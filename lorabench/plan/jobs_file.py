@@ -21,6 +21,7 @@ from lorabench.plan.yaml_file import YamlError
 from lorabench.plan.yaml_file import read as read_yaml
 
 AUTO = "auto"
+LAYS_OUT = ("batch", "join", "schedule")  # hooks of a toggle that makes micro-batches
 PLAIN = ["sdpa", "adamw_foreach"]  # what else is on unless the file says: torch's attention, AdamW
 
 
@@ -173,6 +174,12 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
     if reason := conflict(made):
         raise NameUnknown(f"way, scheduler and ablations: {reason}")
     return tuple(made)
+
+
+def budgets(toggles: Sequence[Ablation]) -> list[tuple[Ablation, int]]:
+    """Those of these toggles that lay micro-batches out under a number of tokens, and the number."""
+    found = ((t, getattr(t, "tokens", None)) for t in toggles if any(_decides(type(t), hook) for hook in LAYS_OUT))
+    return [(toggle, tokens) for toggle, tokens in found if isinstance(tokens, int)]
 
 
 def joins(way: Any) -> Ablation:

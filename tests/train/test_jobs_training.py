@@ -229,6 +229,32 @@ def test_numbers_of_an_entry_that_do_not_go_together_are_one_line(texts, change,
     assert not (texts / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"scheduler": {"fast_fit": {"tokens": 3}}, "way": "auto"},
+        {"scheduler": {"fast_fit": {"tokens": 120, "multiple": 128}}},
+        {"way": {"batched": {"tokens": 3}}},
+        {"ablations": ["sdpa", {"token_budget": {"tokens": 3}}]},
+    ],
+    ids=str,
+)
+def test_a_budget_that_the_longest_sample_does_not_fit_is_one_line(texts, keys, capsys):
+    own_models.jsonl(texts / "short.jsonl", [{"prompt": "What?", "completion": " It"}] * 4)
+    path = written(texts / "jobs.yaml", QUICK | {"data": str(texts / "short.jsonl")}, SLOW, **keys)
+    longest = Setup(file(texts, SLOW), describe()).longest
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"job slow: its longest sample has {longest} tokens; expected tokens of " in said
+    assert not (texts / "out").exists()
+
+
+def test_a_budget_of_just_the_longest_sample_is_right(texts):
+    longest = Setup(file(texts, QUICK, SLOW), describe()).longest
+    trained(file(texts, QUICK, SLOW, scheduler={"fast_fit": {"tokens": longest}}))
+
+
 def tree(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
