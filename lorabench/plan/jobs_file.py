@@ -87,6 +87,13 @@ class JobsFile(_Checked):
     save_every: int = Field(default=100, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 32)
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _is_named(cls, value: Any) -> Any:
+        if value in (None, "", "null"):
+            raise ValueError("expected a folder; leave it out for output/jobs")
+        return value
+
     @field_validator("jobs")
     @classmethod
     def _names_differ(cls, value: list[Entry]) -> list[Entry]:

@@ -78,6 +78,8 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for training on one device"),
         ({"jobs_": []}, "no key named 'jobs_'; did you mean jobs?"),
+        ({"output": None}, "output: expected a folder"),
+        ({"output": ""}, "output: expected a folder"),
         ({"save_every": 0}, "save_every: should be greater than or equal to 1"),
     ],
     ids=str,
@@ -124,7 +126,7 @@ def test_the_command_says_it_before_torch_is_imported(written, tmp_path):
     assert not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize("argument", ["outptu=x", "output"])
+@pytest.mark.parametrize("argument", ["outptu=x", "output", "output=", "output=null"])
 def test_a_wrong_argument_is_one_line(written, argument, capsys):
     from lorabench import jobs
 

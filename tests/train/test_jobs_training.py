@@ -255,6 +255,16 @@ def test_a_budget_of_just_the_longest_sample_is_right(texts):
     trained(file(texts, QUICK, SLOW, scheduler={"fast_fit": {"tokens": longest}}))
 
 
+def test_the_folder_of_a_sweep_is_refused(texts, capsys):
+    path, out = written(texts / "jobs.yaml", QUICK), texts / "out"
+    out.mkdir()
+    (out / "records.jsonl").write_text("{}\n")
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    assert capsys.readouterr().err == f"lorabench: {out} has the records.jsonl of a sweep; expected another output\n"
+    assert tree(out) == {Path("records.jsonl"): b"{}\n"}
+
+
 def tree(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
