@@ -49,7 +49,7 @@ class Entry(_Checked):
     `arrives_after` steps. `data` is what a sweep's `workload` takes for text: FILE.jsonl, ORG/DATASET, or {either:
     {fields: […]}}."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    name: str = Field(max_length=100)
     data: str | dict[str, Any]
     lora: dict[str, Any] = {}
     learning_rate: float = Field(default=1e-4, gt=0, le=1000)
@@ -65,7 +65,9 @@ class Entry(_Checked):
 
     @field_validator("name")
     @classmethod
-    def _not_taken(cls, value: str) -> str:
+    def _right(cls, value: str) -> str:
+        if not (value.isascii() and value.isidentifier()):
+            raise ValueError(f"expected letters (A to Z), digits and _, and no digit first, not {value!r}")
         if value == "default":
             raise ValueError("PEFT keeps the name default for an adapter that is alone; expected another name")
         return value
