@@ -178,14 +178,21 @@ def _scheduled(setup: Setup, toggles: tuple[Ablation, ...]) -> tuple[Ablation, .
 
 
 def _way(setup: Setup, toggles: Sequence[Ablation]) -> str:
-    from lorabench.advice.expected import expected, parameters
-    from lorabench.plan.jobs_file import AUTO
+    """The toggles, and what is published of the way among them alone: gains of several do not multiply."""
+    from lorabench.advice.expected import parameters, published
+    from lorabench.plan.jobs_file import AUTO, ways
 
     named = " + ".join(toggle.label for toggle in toggles)
-    gain = expected(toggles, parameters(setup.spec)).speedup
-    if setup.file.way != AUTO or len(setup.file.jobs) == 1:
+    way = next((toggle for toggle in toggles if toggle.name in ways()), None)
+    row = published(way, parameters(setup.spec)) if way else {}
+    if not (way and row) or setup.file.way != AUTO or setup.machine.device == "cpu":
         return named
-    return f"{named} ({gain:.2f} × one job after the other, by published results on the model nearest in size)"
+    folders = row["from"].split(", ")
+    gpus = " and ".join(sorted({folder.partition("/")[0].upper() for folder in folders}))
+    return (
+        f"{named} ({way.name} was on average {row['speedup']:.2f} × as fast as one job after the other, with "
+        f"{row['model']} on {gpus} in results/{', results/'.join(folders)})"
+    )
 
 
 class _Progress:

@@ -4,7 +4,7 @@ benchmarks/expected_gains.py makes from results/."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,8 @@ def parameters(spec: ModelSpec) -> int:
 def expected(toggles: Iterable[Ablation], size: int) -> Expected:
     """Of toggles together, by the published model whose number of parameters is nearest to `size`. Nothing is expected
     of what was never published."""
-    found = [_nearest(_table().get(toggle.name, []), size) for toggle in toggles]
-    return Expected(math.prod(f.speedup for f in found), sum(f.start_s for f in found))
+    rows = [published(toggle, size) for toggle in toggles]
+    return Expected(math.prod(row.get("speedup", 1.0) for row in rows), sum(row.get("start_s", 0.0) for row in rows))
 
 
 def slow(toggles: Iterable[Ablation], size: int) -> bool:
@@ -50,9 +50,10 @@ def in_order(contenders: Iterable[Toggles], size: int) -> list[Toggles]:
     return sorted(contenders, key=lambda toggles: (slow(toggles, size), -expected(toggles, size).speedup))
 
 
-def _nearest(rows: Sequence[dict[str, Any]], size: int) -> Expected:
-    row = min(rows, key=lambda row: abs(math.log(row["billions"] * 1e9 / max(size, 1))), default={})
-    return Expected(row.get("speedup", 1.0), row.get("start_s", 0.0))
+def published(toggle: Ablation, size: int) -> dict[str, Any]:
+    """A toggle's own row of the table, of the model nearest in size; {} of what was never published."""
+    rows = _table().get(toggle.name, [])
+    return min(rows, key=lambda row: abs(math.log(row["billions"] * 1e9 / max(size, 1))), default={})
 
 
 @cache

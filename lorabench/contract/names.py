@@ -38,6 +38,9 @@ def complaint(finding: Mapping[str, Any]) -> str:
         return said.removeprefix("Value error, ")
     if finding["type"] == "missing":
         return "it is missing"
+    if finding["type"] == "too_short":
+        least = finding["ctx"]["min_length"]
+        return f"expected at least {'one' if least == 1 else least}, not {finding['ctx']['actual_length']}"
     return said if isinstance(finding["input"], dict | list) else f"{said}, not {reprlib.repr(finding['input'])}"
 
 

@@ -21,6 +21,7 @@ from lorabench.plan.yaml_file import YamlError
 from lorabench.plan.yaml_file import read as read_yaml
 
 AUTO = "auto"
+LAYS_OUT = ("batch", "join", "schedule")  # hooks of a toggle that makes micro-batches
 PLAIN = ["sdpa", "adamw_foreach"]  # what else is on unless the file says: torch's attention, AdamW
 
 
@@ -48,7 +49,7 @@ class Entry(_Checked):
     `arrives_after` steps. `data` is what a sweep's `workload` takes for text: FILE.jsonl, ORG/DATASET, or {either:
     {fields: […]}}."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)
+    name: str = Field(max_length=100)
     data: str | dict[str, Any]
     lora: dict[str, Any] = {}
     learning_rate: float = Field(default=1e-4, gt=0, le=1000)
@@ -64,7 +65,9 @@ class Entry(_Checked):
 
     @field_validator("name")
     @classmethod
-    def _not_taken(cls, value: str) -> str:
+    def _right(cls, value: str) -> str:
+        if not (value.isascii() and value.isidentifier()):
+            raise ValueError(f"expected letters (A to Z), digits and _, and no digit first, not {value!r}")
         if value == "default":
             raise ValueError("PEFT keeps the name default for an adapter that is alone; expected another name")
         return value
@@ -85,6 +88,13 @@ class JobsFile(_Checked):
     output: Path = Path("output/jobs")
     save_every: int = Field(default=100, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 32)
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _is_named(cls, value: Any) -> Any:
+        if value in (None, "", "null"):
+            raise ValueError("expected a folder; leave it out for output/jobs")
+        return value
 
     @field_validator("jobs")
     @classmethod
@@ -173,6 +183,12 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
     if reason := conflict(made):
         raise NameUnknown(f"way, scheduler and ablations: {reason}")
     return tuple(made)
+
+
+def budgets(toggles: Sequence[Ablation]) -> list[tuple[Ablation, int]]:
+    """Those of these toggles that lay micro-batches out under a number of tokens, and the number."""
+    found = ((t, getattr(t, "tokens", None)) for t in toggles if any(_decides(type(t), hook) for hook in LAYS_OUT))
+    return [(toggle, tokens) for toggle, tokens in found if isinstance(tokens, int)]
 
 
 def joins(way: Any) -> Ablation:

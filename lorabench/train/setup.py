@@ -15,7 +15,8 @@ from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
 from lorabench.measure.hooks import Hooks
 from lorabench.plan import architecture, samples, weights
-from lorabench.plan.jobs_file import Entry, JobsFile, JobsFileError, text_of
+from lorabench.plan.jobs_file import AUTO, Entry, JobsFile, JobsFileError, budgets, text_of
+from lorabench.plan.jobs_file import toggles as toggles_of
 from lorabench.train import base, state
 from lorabench.train.job import Training, check, parted
 from lorabench.train.trainer import Told, Trainer
@@ -33,6 +34,7 @@ class Setup:
         weights.check(self.spec)
         base.check_names(self.adapted, architecture.skeleton(self.spec, layers=1))
         self.samples: dict[str, Parted] = {entry.name: self._samples(entry) for entry in file.jobs}
+        self._check_budgets()
         self.dtype = machine.dtype(file.dtype)
         self.base = {
             "model": self.spec.name, "weights": self.spec.weights, "files": self.spec.fingerprint, "dtype": self.dtype,
@@ -50,10 +52,26 @@ class Setup:
             what = f"the name is one of torch's own: {error}" if isinstance(error, KeyError) else error
             raise JobsFileError(f"job {entry.name}: {what}") from None
 
+    def _check_budgets(self) -> None:
+        """Raises JobsFileError where the longest sample fits no micro-batch that the file allows."""
+        longest, name = self._longest
+        for toggle, tokens in budgets(toggles_of(self.file, None if self.file.way == AUTO else self.file.way)):
+            multiple = getattr(toggle, "multiple", 1)
+            if tokens < (least := -(-longest // multiple) * multiple):
+                raise JobsFileError(
+                    f"job {name}: its longest sample has {longest} tokens; expected tokens of {toggle.name} of {least} "
+                    f"or more, not {tokens}"
+                )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sample of any job."""
-        return max(len(s.tokens) for own in self.samples.values() for part in own for s in part)
+        return self._longest[0]
+
+    @property
+    def _longest(self) -> tuple[int, str]:
+        """The same, and the name of the job that has it."""
+        return max((len(s.tokens), name) for name, own in self.samples.items() for part in own for s in part)
 
     def unmet(self, toggles: Sequence[Ablation]) -> str | None:
         """Why this machine or model cannot have one of these toggles, or None."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lorabench.contract.hooks import first_line
-from lorabench.record.store import StoreError, write_atomically
+from lorabench.record.store import RECORDS, StoreError, write_atomically
 from lorabench.train.job import Progress, Training
 
 STATE, LOSSES, ADAPTERS = "state.safetensors", "losses.jsonl", "adapters"
@@ -90,6 +90,8 @@ def read(folder: Path) -> Saved | None:
 def check(folder: Path, saved: Saved | None, base: Mapping[str, Any], jobs: Mapping[str, Any]) -> None:
     """Whether these jobs (their entries, by name) can go on from what is saved, and write over nothing that it does not
     hold. Raises StateError."""
+    if saved is None and (folder / RECORDS).exists():
+        raise StateError(f"{folder} has the {RECORDS} of a sweep; expected another output")
     unknown = [folder / ADAPTERS / name for name in jobs if saved is None or name not in saved.jobs]
     unknown += [folder / LOSSES] if saved is None else []
     if there := next((path for path in unknown if path.exists()), None):

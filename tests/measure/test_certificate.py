@@ -19,6 +19,7 @@ from lorabench.measure.judging.limits import LOSS_MASKED, MOST
 from lorabench.measure.judging.witness import BLOCK, SKETCH, Look, Witness, sketch
 from lorabench.measure.kind import TURN
 from lorabench.measure.trial import run_trial
+from lorabench.record.schema import Numerics
 
 
 def evidence(made, folder, rounds=4, spoil=lambda made, number: None, turn=1):
@@ -297,6 +298,27 @@ def test_right_trials_under_masks_of_their_own_stay_within_the_noise_whatever_pa
         pairs = 1 + 0.03 * random.standard_normal((2, 60))
         beyond += np.abs(pairs[1] / pairs[0] - 1).max() > LOSS_MASKED * noise.masks.loss
     assert beyond <= 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "says"),
+    [
+        (0.8, 5e28, ": with dropout on, two runs of the candidate have gradients in the second alone and two of the "
+         "reference differ"),
+        (0.8, 0.0, ": with dropout on, two runs of the candidate do not differ and two of the reference differ"),
+        (0.0, 0.8, ": with dropout on, two runs of the candidate differ and two of the reference do not differ"),
+        (0.8, 0.08, " is off by 4 (allowed 1)"),
+    ],
+)  # fmt: skip
+def test_dropout_that_moves_one_arm_alone_is_said_in_words(reference, candidate, says):
+    check = certificate._spread(reference, candidate)
+    verdict = Numerics(
+        passed=False, loss_error=0, loss_allowed=0, grad_error=0, grad_allowed=0, plain_grad_error=0, worst="a",
+        tensors=1, checks=[check],
+    )  # fmt: skip
+    assert numerics.explain(verdict) == f"how far dropout moves the gradients, against the reference{says}"
+    right = certificate._spread(0.8, 0.7)
+    assert right.passed and not right.where
 
 
 def test_a_sketch_keeps_lengths_angles_and_factors():

@@ -88,7 +88,7 @@ LINES = {
     "models=['tiny-llama@']": "is no model; expected KIND:MODEL@WORKLOAD", "models=[':tiny-llama']": "is no model",
     "models=nope": "no model named 'nope'; known:", "models=tiny-lama": "did you mean tiny-llama?",
     "models=[{tiny-llama:{rank:3}}]": "did you mean r?", "models=[null]": "a model is a name",
-    "models=[nope:tiny-llama]": "no kind named 'nope'", "models=[]": "at least 1 item",
+    "models=[nope:tiny-llama]": "no kind named 'nope'", "models=[]": "expected at least one",
     "weights=randm": "did you mean random?", "weights=a/b/c": "expected random, a hub name", "weights=": "expected",
     "weights=./nowhere": "no such folder", "weights=smollm2-135m-instruct": "hidden_size 576, the model tiny-llama has",
     "timeout_s=.inf": "timeout_s", "timeout_s=nan": "finite", "trials=1e9": "100000", "seed=-1": "seed",

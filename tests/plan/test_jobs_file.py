@@ -43,7 +43,15 @@ def test_a_file_that_is_right(written):
         ({"learning_rate": "fast"}, "job one: learning_rate: should be a valid number"),
         ({"schedule": "cosin"}, "job one: schedule: should be 'constant', 'linear' or 'cosine', not 'cosin'"),
         ({"early_stop": {"patence": 3}}, "job one: no key named 'patence'; did you mean patience?"),
-        ({"name": "one two"}, "job one two: name: String should match pattern"),
+        (
+            {"name": "one two"},
+            "job one two: name: expected letters .A to Z., digits and _, and no digit first, not 'one",
+        ),
+        (
+            {"name": "größe"},
+            "job größe: name: expected letters .A to Z., digits and _, and no digit first, not 'größe'",
+        ),
+        ({"name": "1a"}, "job 1a: name: expected letters .A to Z., digits and _, and no digit first, not '1a'"),
         ({"name": "default"}, "expected another name"),
         ({"data": "nowhere.jsonl"}, "job one: .*nowhere.jsonl: no such file"),
         ({"data": "alpaca"}, "job one: no workload named 'alpaca'|job one: data 'alpaca' is no text"),
@@ -78,6 +86,8 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for training on one device"),
         ({"jobs_": []}, "no key named 'jobs_'; did you mean jobs?"),
+        ({"output": None}, "output: expected a folder"),
+        ({"output": ""}, "output: expected a folder"),
         ({"save_every": 0}, "save_every: should be greater than or equal to 1"),
     ],
     ids=str,
@@ -105,7 +115,7 @@ def test_the_command_line_reads_a_scheduler_as_the_file_would(written):
 def test_two_jobs_of_one_name_and_no_job_at_all(written, tmp_path):
     with pytest.raises(JobsFileError, match=r"two jobs are named 'one'; expected a name of its own for each$"):
         read(written({}, {}))
-    for text, says in (("model: tiny-llama\njobs: []", "jobs: List should have at least 1"), ("[", "it is no YAML")):
+    for text, says in (("model: tiny-llama\njobs: []", "jobs: expected at least one, not 0$"), ("[", "it is no YAML")):
         (tmp_path / "wrong.yaml").write_text(text)
         with pytest.raises(JobsFileError, match=says):
             read(tmp_path / "wrong.yaml")
@@ -124,7 +134,7 @@ def test_the_command_says_it_before_torch_is_imported(written, tmp_path):
     assert not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize("argument", ["outptu=x", "output"])
+@pytest.mark.parametrize("argument", ["outptu=x", "output", "output=", "output=null"])
 def test_a_wrong_argument_is_one_line(written, argument, capsys):
     from lorabench import jobs
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lorabench import jobs as command
+from lorabench.advice.expected import published
 from lorabench.measure.machine import describe
 from lorabench.plan.jobs_file import JobsFile, toggles
 from lorabench.train import state
@@ -228,6 +229,42 @@ def test_numbers_of_an_entry_that_do_not_go_together_are_one_line(texts, change,
     assert not (texts / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"scheduler": {"fast_fit": {"tokens": 3}}, "way": "auto"},
+        {"scheduler": {"fast_fit": {"tokens": 120, "multiple": 128}}},
+        {"way": {"batched": {"tokens": 3}}},
+        {"ablations": ["sdpa", {"token_budget": {"tokens": 3}}]},
+    ],
+    ids=str,
+)
+def test_a_budget_that_the_longest_sample_does_not_fit_is_one_line(texts, keys, capsys):
+    own_models.jsonl(texts / "short.jsonl", [{"prompt": "What?", "completion": " It"}] * 4)
+    path = written(texts / "jobs.yaml", QUICK | {"data": str(texts / "short.jsonl")}, SLOW, **keys)
+    longest = Setup(file(texts, SLOW), describe()).longest
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"job slow: its longest sample has {longest} tokens; expected tokens of " in said
+    assert not (texts / "out").exists()
+
+
+def test_a_budget_of_just_the_longest_sample_is_right(texts):
+    longest = Setup(file(texts, QUICK, SLOW), describe()).longest
+    trained(file(texts, QUICK, SLOW, scheduler={"fast_fit": {"tokens": longest}}))
+
+
+def test_the_folder_of_a_sweep_is_refused(texts, capsys):
+    path, out = written(texts / "jobs.yaml", QUICK), texts / "out"
+    out.mkdir()
+    (out / "records.jsonl").write_text("{}\n")
+    capsys.readouterr()
+    assert command.main([str(path)]) == 2
+    assert capsys.readouterr().err == f"lorabench: {out} has the records.jsonl of a sweep; expected another output\n"
+    assert tree(out) == {Path("records.jsonl"): b"{}\n"}
+
+
 def tree(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -381,7 +418,7 @@ def test_the_command_trains_says_so_and_goes_on(texts, capsys):
     assert command.main([str(path)]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[0].endswith(f"reading {path}")
-    assert "fused_multi_lora" in said and "by published results" in said
+    assert "fused_multi_lora" in said
     assert "quick 1/5 loss" in said and "slow: done after 4 steps, in adapters/slow" in said
     assert command.main([str(path)]) == 0
     again = capsys.readouterr().out
@@ -392,6 +429,21 @@ def test_the_command_trains_says_so_and_goes_on(texts, capsys):
         "losses.jsonl",
         "state.safetensors",
     ]
+
+
+def test_the_gain_that_is_said_is_the_published_one_of_the_way_alone_and_of_gpus(texts):
+    setup = Setup(file(texts, QUICK, SLOW, way="auto"), describe())
+    made = toggles(setup.file, "fused_multi_lora")
+    row = published(made[-1], 0)
+    setup.machine = setup.machine.model_copy(update={"device": "cpu"})
+    assert command._way(setup, made) == "sdpa + adamw_foreach + fused_multi_lora"
+    setup.machine = setup.machine.model_copy(update={"device": "cuda"})
+    assert row["from"].startswith("h200/") and command._way(setup, made) == (
+        "sdpa + adamw_foreach + fused_multi_lora "
+        f"(fused_multi_lora was on average {row['speedup']:.2f} × as fast as one job after the other, with "
+        f"{row['model']} on H200 in results/{row['from'].replace(', ', ', results/')})"
+    )
+    assert command._way(setup, toggles(setup.file, "sequential")) == "sdpa + adamw_foreach + sequential"
 
 
 def test_the_command_s_exit_code_says_that_a_job_has_no_adapter(texts, capsys, monkeypatch):

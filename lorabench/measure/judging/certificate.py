@@ -23,6 +23,9 @@ from lorabench.measure.judging.witness import SKETCH, Testimony
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.record.schema import Check, share
 
+UNDER_DROPOUT = "how far dropout moves the gradients, against the reference"
+DIFFER = "differ"
+
 
 def certify(
     reference: Testimony, candidate: Testimony, dtype: torch.dtype, declared: Sequence[Tolerance] = (),
@@ -223,8 +226,18 @@ def _updates(arm: str, testimony: Testimony, declared: Sequence[Tolerance]) -> C
 
 
 def _spread(reference: float, candidate: float) -> Check:
-    """How far dropout moves the gradients of two runs: an arm that leaves it out does not move at all."""
+    """How far dropout moves the gradients of two runs: an arm that leaves it out does not move at all. `where` says in
+    words what no ratio does."""
     ratio = candidate / max(reference, 1e-30)
     low, high = limits.SPREAD
     off = max(low / max(ratio, 1e-30), ratio / high)
-    return _check("how far dropout moves the gradients, against the reference", off, 1.0)
+    moves = _moves(candidate), _moves(reference)
+    words = f"with dropout on, two runs of the candidate {moves[0]} and two of the reference {moves[1]}"
+    return _check(UNDER_DROPOUT, off, 1.0, words if off > 1 and moves != (DIFFER, DIFFER) else "")
+
+
+def _moves(spread: float) -> str:
+    """What two runs do that are so far apart."""
+    if spread > limits.NO_SPREAD:
+        return "have gradients in the second alone"
+    return DIFFER if spread > 1 / limits.NO_SPREAD else "do not differ"

@@ -42,6 +42,7 @@ APART = 1.5
 LOSS_MASKED = 10.0  # multiple of the noise that the masks make: thirty trials draw thirty pairs of them
 UPDATE = {False: 1e-3, True: 0.5}  # of each tensor, by whether it is held in fewer than 32 bits
 SPREAD = (0.4, 2.5)  # of two runs under dropout: the candidate's distance over the reference's
+NO_SPREAD = 1e6  # a distance above it is from a run without gradients, one below its inverse from the same run again
 
 
 def tolerated(limit: float, own: float, dtype: torch.dtype, declared: Sequence[Tolerance]) -> float:
