@@ -6,10 +6,10 @@
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
-different GPU. Where the two runs are of different hardware, that is a row of its own: how long the same reference took
-on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower, fails now
-or is gone, or A has none; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of
-the reference.
+different GPU. It is judged by the rules of a report's verdict, with the noise floors of both runs together. Where the
+two runs are of different hardware, that is a row of its own: how long the same reference took on either, of the same
+model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower, fails now or is gone, or A has
+none; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of the reference.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lorabench.report import against
 if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
     from lorabench.record.contrast import Contrast, Speedup
     from lorabench.record.schema import Record
+    from lorabench.record.stats import Verdict
     from lorabench.report.analysis import Analysis, Session
 
 Outcome = Literal[
@@ -45,13 +46,17 @@ _WORDS: dict[str, Outcome] = {"faster": "better", "slower": "worse", "same": "sa
 
 
 class Change(NamedTuple):
-    """One cell in two runs. change: speed-up in B / speed-up in A with its 95 % interval, where both have one."""
+    """One cell in two runs. change: speed-up in B / speed-up in A with its 95 % interval, where both have one. verdict
+    and doubt: what may be said of it, and in brackets why not more. shown: what the report of either run shows of the
+    cell, its status where it has no ratio."""
 
     before: Record | None
     after: Record | None
     change: Speedup | None
     outcome: Outcome
-    ratios: tuple[Speedup | None, Speedup | None] = (None, None)  # in either run
+    shown: tuple[str, str]
+    verdict: Verdict | None = None
+    doubt: str = ""
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
@@ -67,6 +72,7 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
 def compared(before: Analysis, after: Analysis) -> list[Change]:
     """`compare` of two runs that are analysed already, each with a salt of its own."""
     from lorabench.record import stats
+    from lorabench.report.words import doubt
 
     first, second = _cells(before.records), _cells(after.records)
     raw = {k: c for k in first if k in second and (c := _change(before, first[k], after, second[k]))}
@@ -74,14 +80,18 @@ def compared(before: Analysis, after: Analysis) -> list[Change]:
     changes = []
     for content in [*first, *(k for k in second if k not in first)]:
         a, b, found = first.get(content), second.get(content), raw.get(content)
-        ratios = a and before.speedup(a), b and after.speedup(b)
+        shown = _shown(before, a), _shown(after, b)
         if a is None or b is None or found is None:
-            changes.append(Change(a, b, None, _without_ratio(a, b), ratios))
+            outcome = _without_ratio(a, b)
+            why = " (too few trials)" if outcome == "unclear" else ""
+            changes.append(Change(a, b, None, outcome, shown, doubt=why))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
         floors = [math.log1p(stats.noise_floor(run.floors.same(r))) for r, run in ((a, before), (b, after))]
-        verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
-        changes.append(Change(a, b, found.speedup, _WORDS[stats.direction(verdict or "unclear")], ratios))
+        floor, p = math.expm1(math.hypot(*floors)), adjusted[content]
+        verdict = stats.verdict(found.speedup, p, floor, found.trials) or "unclear"
+        why = doubt(verdict, found.low, found.high, floor, p, found.trials)
+        changes.append(Change(a, b, found.speedup, _WORDS[stats.direction(verdict)], shown, verdict, why))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
 
 
@@ -89,6 +99,12 @@ def _change(before: Analysis, first: Record, after: Analysis, second: Record) ->
     """The ratio in the second run / the ratio in the first; None where one of them has none."""
     a, b = before.contrasts.of(first), after.contrasts.of(second)
     return b.difference(a) if a and b else None
+
+
+def _shown(run: Analysis, record: Record | None) -> str:
+    from lorabench.report.cells import whole
+
+    return (whole(run.row(record)) or record.status) if record else ""
 
 
 def _cells(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
@@ -173,25 +189,25 @@ def hardware_table(rows: Sequence[Hardware]) -> Table:
 def table(changes: Sequence[Change]) -> Table:
     """For the console: regressions first."""
     from lorabench.report.contrasts import toggles
-    from lorabench.report.words import speedup
 
     made = Table("model @ workload", "toggle", "A × [95 %]", "B × [95 %]", "B / A [95 %]", "outcome")
     for c in changes:
         record = c.after or c.before
         assert record is not None
-        cells = [f"{record.model} @ {record.workload}", toggles(record)]
-        cells += [_ratio(c.before, c.ratios[0]), _ratio(c.after, c.ratios[1])]
-        cells += [speedup(c.change), c.outcome]
+        cells = [f"{record.model} @ {record.workload}", toggles(record), *c.shown, _figure(c), c.outcome + c.doubt]
         style = "red" if c.outcome in REGRESSIONS else "green" if c.outcome in ("better", "works now") else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
 
 
-def _ratio(record: Record | None, found: Speedup | None) -> str:
-    """The ratio, or the status where there is none."""
-    from lorabench.report.words import speedup
+def _figure(found: Change) -> str:
+    """The ratio of the two ratios, where the verdict permits a figure."""
+    from lorabench.record.stats import without_figure
+    from lorabench.report.words import interval, speedup
 
-    return speedup(found) or (record.status if record else "")
+    if found.change and without_figure(found.verdict):
+        return interval(found.change.low, found.change.high, found.outcome)
+    return speedup(found.change)
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from record.arms import slower
 
-from lorabench.compare import compare, hardware, machine_changes, main
+from lorabench.compare import compare, hardware, machine_changes, main, table
 from lorabench.report.analysis import Analysis
 
 
@@ -29,6 +29,35 @@ def test_each_outcome(record):
     assert {c.outcome for c in changes[:2]} == {"worse", "fails now"}  # first what needs attention
     (up,) = (c.change for c in changes if c.outcome == "better")
     assert up.low < 1.5 / 1.2 < up.high
+
+
+def shown(changes):
+    """Of each cell: A, B, B / A and outcome, as the table has them."""
+    _, name, *columns = (map(str, column.cells) for column in table(changes).columns)
+    return dict(zip(name, zip(*columns, strict=True), strict=True))
+
+
+def test_what_is_unclear_has_no_ratio_and_says_why(record):
+    def run(seed, near, few):
+        cells = [record(["wide"], sd=0.2, speedup=1.02), record(["near"], speedup=near)]
+        cells += [record(["as_was"], sd=0.003, speedup=1.2, seed=seed), record(["few"], speedup=few, trials=5)]
+        return [record([], seed=seed), *cells, record(["fewest"], trials=2)]
+
+    told = shown(compare(run(1, 1.2, 1.0), run(2, 1.218, 2.0)))
+    a, b, change, outcome = told["wide"]
+    assert all(text.startswith("unclear [") for text in (a, b, change))
+    assert outcome == "unclear (its interval holds 1)"
+    a, b, change, outcome = told["near"]
+    assert a.startswith("1.") and b.startswith("1.") and change.startswith("unclear [1.0")
+    assert outcome.startswith("unclear (its interval meets the noise floor of ±")
+    assert told["as_was"][2].startswith(("0.99", "1.00")) and told["as_was"][3] == "same"
+    assert told["few"][2].startswith("better [") and told["few"][3] == "better (5 trials, a figure needs 6)"
+    assert told["fewest"] == ("ok", "ok", "", "unclear (too few trials)")
+
+
+def test_what_only_the_correction_makes_unclear_says_so(record):
+    before, after = ([record([f"t{i}"], sd=0.05, trials=12, speedup=of) for i in range(60)] for of in (1.0, 1.08))
+    assert any(change.doubt.endswith(" after Holm's correction)") for change in compare(before, after))
 
 
 def test_a_machine_twice_as_fast_changes_no_ratio(record):
