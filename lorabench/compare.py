@@ -27,6 +27,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +43,7 @@ Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
 ]  # fmt: skip
 REGRESSIONS = ("worse", "fails now")
+ROOMY = 30  # characters of a table's last column, where the others fold to leave it some room
 _WORDS: dict[str, Outcome] = {"faster": "better", "slower": "worse", "same": "same", "unclear": "unclear"}
 
 
@@ -200,6 +202,20 @@ def table(changes: Sequence[Change]) -> Table:
     return made
 
 
+def _print(made: Table, console: Console) -> None:
+    """Names, then numbers, fold between words where there is no room for them. A name is whole, to be copied or
+    searched for: what does not fit so is wider than the console."""
+    wide = console.options.update(width=10 * console.width)
+    for columns in (made.columns[:2], made.columns[2:-1]):
+        if Measurement.get(console, wide, made).maximum > console.width:
+            made.columns[-1].max_width = ROOMY
+            for column in columns:
+                column.width = measure_renderables(console, wide, [column.header, *column.cells]).minimum
+    if (least := Measurement.get(console, wide, made).minimum) > console.width:
+        made.width = least
+    console.print(made, crop=False)
+
+
 def _figure(found: Change) -> str:
     """The ratio of the two ratios, where the verdict permits a figure."""
     from lorabench.record.stats import without_figure
@@ -229,7 +245,9 @@ def main(arguments: list[str]) -> int:
     console = Console()
     console.print("reading both …", style="dim")
     from lorabench.report.analysis import Analysis
+    from lorabench.report.terminal import unbroken
 
+    console = unbroken(console)
     runs = ((asked.run_a, "a"), (asked.run_b, "b"))
     try:
         before, after = (Analysis.read(run, salt, asked.against) for run, salt in runs)
@@ -240,9 +258,9 @@ def main(arguments: list[str]) -> int:
     console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     shown = changes
     if rows := hardware(before, after):
-        console.print(hardware_table(rows))
+        _print(hardware_table(rows), console)
         shown = [c for c in changes if c.before and c.after]  # the two need not have measured the same
-    console.print(table(shown))
+    _print(table(shown), console)
     for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))
     return _regressions(changes, asked.run_a, asked.run_b) if asked.fail_on_regression else 0

@@ -111,6 +111,22 @@ def test_two_machines_have_a_row_of_the_same_reference_on_both(tmp_path, record,
     assert "The same step on other hardware" in said and "smollm2-135m" in said
 
 
+@pytest.mark.parametrize("columns", [None, "80", "140"])
+def test_names_are_whole_however_narrow_it_is(columns, tmp_path, record, folder, session, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    name, model = ["adapters_in_compute_dtype", "cuda_graph"], "a-model-with-a-long-name-1.7b"
+    cells = [record(name, model=model, reference=["gradient_checkpointing"], sd=0.2)]
+    here = folder(tmp_path / "a", cells, [session()])
+    there = folder(tmp_path / "b", cells, [session(device="cpu", name="a CPU")])
+    assert main([str(here), str(there)]) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said.replace("reading both …", "") and said.count(model) == 2  # a table each
+    assert all(word in said for word in (*name, "gradient_checkpointing", "unclear", "interval"))
+    assert columns or f"{model} @ alpaca │ {' + '.join(name)} │ " in said
+
+
 @pytest.mark.parametrize("broken", ["missing", "corrupt"])
 def test_command_line(tmp_path, record, folder, capsys, broken):
     a = folder(tmp_path / "a", [record([]), record(["x"], speedup=1.4)])
