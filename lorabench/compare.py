@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
-    """Every cell of either run, A/A left out; regressions first.
+    """Every cell of either run, A/A and the least work left out, which have no verdict; regressions first.
 
     A content that stands twice in a run (two designs share cells) counts as its last `ok` record.
     """
@@ -113,7 +113,7 @@ def _cells(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     found: dict[tuple[Any, ...], Record] = {}
     for r in records:
         content = (r.kind, r.model, r.workload, frozenset(r.reference), frozenset(r.candidate))
-        if not r.is_noise_floor and (r.status == "ok" or content not in found):
+        if r.is_candidate and not r.is_noise_floor and (r.status == "ok" or content not in found):
             found[content] = r
     return found
 

@@ -72,6 +72,11 @@ def test_cells_of_two_kinds_are_two_cells(record):
     assert sorted(c.outcome for c in compare([a], [b])) == ["appeared", "vanished"]
 
 
+def test_the_least_work_is_no_cell(record):
+    before, after = ([record(["x"]), record(["frozen_limit"], speedup=of, kind="limit")] for of in (2.0, 1.5))
+    assert outcomes(compare(before, after)) == {"x": "same"} and outcomes(compare(before, [])) == {"x": "vanished"}
+
+
 def test_cells_match_by_content_whatever_the_key_and_the_order_of_toggles(record):
     before = record(["a", "b"], speedup=1.3, key="one")
     after = record(["b", "a"], speedup=1.3, key="two", reference=("adamw_fused", "sdpa"), design="factorial")
