@@ -105,6 +105,13 @@ class SweepConfig(BaseModel):
                 raise ValueError(f"{reprlib.repr(value)} is no part; expected one of several, as 1/2 and 2/2")
         return value
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _a_folder(cls, value: Any) -> Any:
+        if not value or not isinstance(value, str | Path):
+            raise ValueError(f"expected a folder, not {reprlib.repr(value)}")
+        return value
+
     def is_own(self, place: int) -> bool:
         """Whether the candidate at this place of the plan, from 0, is of this sweep's part."""
         number, of = map(int, self.part.split("/")) if self.part else (1, 1)

@@ -3,6 +3,7 @@
 import pytest
 from helpers import cells, config
 
+from lorabench import recommend
 from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, names_in, plan, workload
 from lorabench.plan.registry import ablation
@@ -139,6 +140,15 @@ def test_bad_input_is_one_line_and_exit_code_2(override, says, capsys, tmp_path)
     assert says in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "shown"), [("", "''"), ("''", "''"), ("null", "None"), ("7", "7"), ("[a]", "['a']")])
+@pytest.mark.parametrize("command", [main, recommend.main])
+def test_an_output_that_names_no_folder_is_refused(value, shown, command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command([f"output={value}", "models=[tiny-llama]", "dry_run=true"]) == 2
+    assert capsys.readouterr().err == f"lorabench: output: expected a folder, not {shown}\n"
     assert list(tmp_path.iterdir()) == []
 
 
