@@ -40,7 +40,10 @@ from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
 MODELS = "model"  # the folder of the named models under conf
-OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
+OR_ELSE = {
+    MODELS: "a folder, a config.json or ORG/NAME",
+    "workloads": "BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET",
+}
 LORA = "lora"  # the key under which the adapter's fields stand
 # PEFT's other fields, of which users ask; PEFT is not imported for a word, it takes seconds.
 NOT_MEASURED = frozenset((

@@ -115,6 +115,8 @@ def test_every_suite_composes(name):
         ("reference=peft_lo", "did you mean peft_low?"),
         ("reference=[peft,peft_lo]", "did you mean peft_low?"),
         ("workload=gsm8", "did you mean gsm8k?"),
+        ("workload=4xabc", "(or BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET)"),
+        ("workload=.", "(or BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET)"),
         ("ablations=[{torch_compile:{mod:x}}]", "did you mean mode?"),
         ("ablations=[{torch_compile:{mode:fastest}}]", "expected one of default"),
         ("ablations=[{padding_free:{size:3}}]", "padding_free has no parameters"),
