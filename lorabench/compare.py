@@ -6,10 +6,10 @@
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
-different GPU. Where the two runs are of different hardware, that is a row of its own: how long the same reference took
-on either, of the same model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower, fails now
-or is gone, or A has none; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of
-the reference.
+different GPU. It is judged by the rules of a report's verdict, with the noise floors of both runs together. Where the
+two runs are of different hardware, that is a row of its own: how long the same reference took on either, of the same
+model and workload. Exit code 0; 1 with --fail-on-regression where a cell got slower, fails now or is gone, or A has
+none; 2 for bad input. against=NAME compares every arm's ratio to the arm of that name in place of the reference.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
@@ -35,27 +36,33 @@ from lorabench.report import against
 if TYPE_CHECKING:  # scipy and pandas take seconds to import, which --help does not need
     from lorabench.record.contrast import Contrast, Speedup
     from lorabench.record.schema import Record
+    from lorabench.record.stats import Verdict
     from lorabench.report.analysis import Analysis, Session
 
 Outcome = Literal[
     "better", "worse", "same", "unclear", "fails now", "works now", "fails in both", "appeared", "vanished"
 ]  # fmt: skip
 REGRESSIONS = ("worse", "fails now")
+ROOMY = 30  # characters of a table's last column, where the others fold to leave it some room
 _WORDS: dict[str, Outcome] = {"faster": "better", "slower": "worse", "same": "same", "unclear": "unclear"}
 
 
 class Change(NamedTuple):
-    """One cell in two runs. change: speed-up in B / speed-up in A with its 95 % interval, where both have one."""
+    """One cell in two runs. change: speed-up in B / speed-up in A with its 95 % interval, where both have one. verdict
+    and doubt: what may be said of it, and in brackets why not more. shown: what the report of either run shows of the
+    cell, its status where it has no ratio."""
 
     before: Record | None
     after: Record | None
     change: Speedup | None
     outcome: Outcome
-    ratios: tuple[Speedup | None, Speedup | None] = (None, None)  # in either run
+    shown: tuple[str, str]
+    verdict: Verdict | None = None
+    doubt: str = ""
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
-    """Every cell of either run, A/A left out; regressions first.
+    """Every cell of either run, A/A and the least work left out, which have no verdict; regressions first.
 
     A content that stands twice in a run (two designs share cells) counts as its last `ok` record.
     """
@@ -67,6 +74,7 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
 def compared(before: Analysis, after: Analysis) -> list[Change]:
     """`compare` of two runs that are analysed already, each with a salt of its own."""
     from lorabench.record import stats
+    from lorabench.report.words import doubt
 
     first, second = _cells(before.records), _cells(after.records)
     raw = {k: c for k in first if k in second and (c := _change(before, first[k], after, second[k]))}
@@ -74,14 +82,18 @@ def compared(before: Analysis, after: Analysis) -> list[Change]:
     changes = []
     for content in [*first, *(k for k in second if k not in first)]:
         a, b, found = first.get(content), second.get(content), raw.get(content)
-        ratios = a and before.speedup(a), b and after.speedup(b)
+        shown = _shown(before, a), _shown(after, b)
         if a is None or b is None or found is None:
-            changes.append(Change(a, b, None, _without_ratio(a, b), ratios))
+            outcome = _without_ratio(a, b)
+            why = " (too few trials)" if outcome == "unclear" else ""
+            changes.append(Change(a, b, None, outcome, shown, doubt=why))
             continue
         # The two runs' noise is independent: their floors add like standard errors.
         floors = [math.log1p(stats.noise_floor(run.floors.same(r))) for r, run in ((a, before), (b, after))]
-        verdict = stats.verdict(found.speedup, adjusted[content], math.expm1(math.hypot(*floors)), found.trials)
-        changes.append(Change(a, b, found.speedup, _WORDS[stats.direction(verdict or "unclear")], ratios))
+        floor, p = math.expm1(math.hypot(*floors)), adjusted[content]
+        verdict = stats.verdict(found.speedup, p, floor, found.trials) or "unclear"
+        why = doubt(verdict, found.low, found.high, floor, p, found.trials)
+        changes.append(Change(a, b, found.speedup, _WORDS[stats.direction(verdict)], shown, verdict, why))
     return sorted(changes, key=lambda c: (c.outcome not in REGRESSIONS, c.outcome))
 
 
@@ -91,11 +103,17 @@ def _change(before: Analysis, first: Record, after: Analysis, second: Record) ->
     return b.difference(a) if a and b else None
 
 
+def _shown(run: Analysis, record: Record | None) -> str:
+    from lorabench.report.cells import whole
+
+    return (whole(run.row(record)) or record.status) if record else ""
+
+
 def _cells(records: Sequence[Record]) -> dict[tuple[Any, ...], Record]:
     found: dict[tuple[Any, ...], Record] = {}
     for r in records:
         content = (r.kind, r.model, r.workload, frozenset(r.reference), frozenset(r.candidate))
-        if not r.is_noise_floor and (r.status == "ok" or content not in found):
+        if r.is_candidate and not r.is_noise_floor and (r.status == "ok" or content not in found):
             found[content] = r
     return found
 
@@ -173,25 +191,39 @@ def hardware_table(rows: Sequence[Hardware]) -> Table:
 def table(changes: Sequence[Change]) -> Table:
     """For the console: regressions first."""
     from lorabench.report.contrasts import toggles
-    from lorabench.report.words import speedup
 
     made = Table("model @ workload", "toggle", "A × [95 %]", "B × [95 %]", "B / A [95 %]", "outcome")
     for c in changes:
         record = c.after or c.before
         assert record is not None
-        cells = [f"{record.model} @ {record.workload}", toggles(record)]
-        cells += [_ratio(c.before, c.ratios[0]), _ratio(c.after, c.ratios[1])]
-        cells += [speedup(c.change), c.outcome]
+        cells = [f"{record.model} @ {record.workload}", toggles(record), *c.shown, _figure(c), c.outcome + c.doubt]
         style = "red" if c.outcome in REGRESSIONS else "green" if c.outcome in ("better", "works now") else ""
         made.add_row(*(Text(cell) for cell in cells), style=style)
     return made
 
 
-def _ratio(record: Record | None, found: Speedup | None) -> str:
-    """The ratio, or the status where there is none."""
-    from lorabench.report.words import speedup
+def _print(made: Table, console: Console) -> None:
+    """Names, then numbers, fold between words where there is no room for them. A name is whole, to be copied or
+    searched for: what does not fit so is wider than the console."""
+    wide = console.options.update(width=10 * console.width)
+    for columns in (made.columns[:2], made.columns[2:-1]):
+        if Measurement.get(console, wide, made).maximum > console.width:
+            made.columns[-1].max_width = ROOMY
+            for column in columns:
+                column.width = measure_renderables(console, wide, [column.header, *column.cells]).minimum
+    if (least := Measurement.get(console, wide, made).minimum) > console.width:
+        made.width = least
+    console.print(made, crop=False)
 
-    return speedup(found) or (record.status if record else "")
+
+def _figure(found: Change) -> str:
+    """The ratio of the two ratios, where the verdict permits a figure."""
+    from lorabench.record.stats import without_figure
+    from lorabench.report.words import interval, speedup
+
+    if found.change and without_figure(found.verdict):
+        return interval(found.change.low, found.change.high, found.outcome)
+    return speedup(found.change)
 
 
 def main(arguments: list[str]) -> int:
@@ -213,7 +245,9 @@ def main(arguments: list[str]) -> int:
     console = Console()
     console.print("reading both …", style="dim")
     from lorabench.report.analysis import Analysis
+    from lorabench.report.terminal import unbroken
 
+    console = unbroken(console)
     runs = ((asked.run_a, "a"), (asked.run_b, "b"))
     try:
         before, after = (Analysis.read(run, salt, asked.against) for run, salt in runs)
@@ -224,9 +258,9 @@ def main(arguments: list[str]) -> int:
     console.print(Text(", ".join(f"{counts.count(o)} {o}" for o in dict.fromkeys(counts)) or "no cells to compare"))
     shown = changes
     if rows := hardware(before, after):
-        console.print(hardware_table(rows))
+        _print(hardware_table(rows), console)
         shown = [c for c in changes if c.before and c.after]  # the two need not have measured the same
-    console.print(table(shown))
+    _print(table(shown), console)
     for what, a, b in machine_changes(before.sessions, after.sessions):
         console.print(Text(f"differs: {what}: {a} → {b}"))
     return _regressions(changes, asked.run_a, asked.run_b) if asked.fail_on_regression else 0

@@ -6,7 +6,7 @@
 The first folder takes the records of the others; it need not exist. A cell that it has already from another session is
 kept beside it, as another session of that cell. A record that it has already is left where it is, so the same command
 may be run again. Nothing is written unless every folder can be read. What another machine measured stands in the report
-beside the same stacks, in a column of its own. Exit code 0; 2 for bad input.
+beside the same stacks, in a column of its own. Exit code 0; 2 for bad input, folders without any record included.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folders", type=Path, metavar="FROM", nargs="+", help="a results folder that is read")
     options = parser.parse_args(arguments)
 
-    from lorabench.record.store import RecordError, Store, StoreError, read_arms, read_sessions
+    from lorabench.record.store import RECORDS, RecordError, Store, StoreError, read_arms, read_sessions
 
     try:
         found = [(folder, read_arms(folder), read_sessions(folder)) for folder in options.folders]
+        if not any(records for _, records, _ in found):
+            empty = " and ".join(str(folder / RECORDS) for folder in options.folders)
+            have = "have" if len(options.folders) > 1 else "has"
+            raise RecordError(f"{empty} {have} no record; expected one at least (nothing was written)")
         with Store(options.into) as store:
             here = read_arms(options.into)
             for folder, records, sessions in found:
@@ -65,7 +69,8 @@ def main(arguments: list[str]) -> int:
                 for record in new:
                     store.append(record)
                 here += new
-                print(f"{folder}: {len(new)} of {len(records)} records are new in {options.into}")
+                taken = f"{len(new)} of {len(records)} records are new in {options.into}"
+                print(f"{folder}: {taken if records else 'it has no record'}")
     except (RecordError, StoreError) as error:
         return complain(error)
     return 0

@@ -185,7 +185,7 @@ def _checked(key: str, value: Any) -> Any:
     elif key == "adapters" or (key == "stages" and isinstance(value, list)):
         good, wanted = value and all(_whole(n) for n in value), "a list of whole numbers above 0"
     elif key in ("model", "times", "measured", "output"):
-        good, wanted = isinstance(value, str), "a name"
+        good, wanted = value and isinstance(value, str), "a folder" if key == "output" else "a name"
     elif key in ("time_limit_s", "transfer_ms", "update_ms"):
         good, wanted = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0, "a number from 0"
     else:

@@ -382,6 +382,13 @@ def test_load_results_is_a_frame_a_row_a_record():
         lorabench.load_results(folder / "nowhere")
 
 
+def test_load_results_warns_of_a_folder_that_gives_an_empty_table(tmp_path):
+    (tmp_path / "records.jsonl").touch()
+    with pytest.warns(UserWarning, match=f"the table of {tmp_path} is empty") as told:
+        assert lorabench.load_results(tmp_path).empty
+    assert [warning.filename for warning in told] == [__file__]
+
+
 def test_the_page_on_python_runs_from_top_to_bottom(tmp_path):
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL))
     (tmp_path / "page.py").write_text(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,23 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, capsys, monkeypa
         assert command() == 2
         assert capsys.readouterr().err == f"lorabench: {source / name} cannot be read: Permission denied\n"
     assert not (tmp_path / "all").exists()
+
+
+def test_folders_without_a_record_are_refused_and_one_beside_others_is_told(tmp_path, capsys):
+    good, bare, other = folder(tmp_path / "good", "a", "one"), folder(tmp_path / "bare", "b"), tmp_path / "other"
+    shutil.copytree(bare, other)
+    into = tmp_path / "all"
+    for sources, said in (
+        ([bare], f"{bare}/records.jsonl has no record"),
+        ([bare, other], f"{bare}/records.jsonl and {other}/records.jsonl have no record"),
+    ):
+        assert gather.main([str(into), *map(str, sources)]) == 2
+        told = capsys.readouterr()
+        assert told.err == f"lorabench: {said}; expected one at least (nothing was written)\n" and not told.out
+        assert not into.exists()
+    assert gather.main([str(into), str(good), str(bare)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"{bare}: it has no record"
+    assert contents(into) == [("one", "a", 0)]
 
 
 @pytest.mark.parametrize("wrong", ["missing", "corrupt"])

@@ -164,6 +164,8 @@ def test_own_times_and_measured_bubbles(tmp_path, capsys):
         ("measured=/nowhere.csv", "expected a CSV file"),
         ("output=/proc/nowhere/x", "/proc/nowhere"),
         (f"output={__file__}", "cannot be written: Not a directory; name another folder"),
+        ("output=", "expected a folder"),
+        ('output=""', "output='': expected a folder"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(argument, wanted, capsys):

@@ -40,7 +40,10 @@ from lorabench.plan.yaml_file import YamlError, read
 
 CONF = "lorabench.conf"
 MODELS = "model"  # the folder of the named models under conf
-OR_ELSE = {MODELS: "a folder, a config.json or ORG/NAME", "workloads": "BATCHxLENGTH, a JSONL file or ORG/DATASET"}
+OR_ELSE = {
+    MODELS: "a folder, a config.json or ORG/NAME",
+    "workloads": "BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET",
+}
 LORA = "lora"  # the key under which the adapter's fields stand
 # PEFT's other fields, of which users ask; PEFT is not imported for a word, it takes seconds.
 NOT_MEASURED = frozenset((
@@ -103,6 +106,13 @@ class SweepConfig(BaseModel):
             number, _, of = str(value).partition("/")
             if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
                 raise ValueError(f"{reprlib.repr(value)} is no part; expected one of several, as 1/2 and 2/2")
+        return value
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _a_folder(cls, value: Any) -> Any:
+        if not value or not isinstance(value, str | Path):
+            raise ValueError(f"expected a folder, not {reprlib.repr(value)}")
         return value
 
     def is_own(self, place: int) -> bool:

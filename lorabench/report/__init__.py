@@ -6,6 +6,7 @@ May import: contract, plan, record, measure, run; only advice and the commands i
 
 from __future__ import annotations
 
+import warnings
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 def load_results(folder: str | Path, against: str | None = None) -> pd.DataFrame:
     """The tidy table of one results folder, a row a contrast: see report/tidy. against: the name of an arm that all
-    others of its family are held against, in place of what the designs show. Raises RecordError (a ValueError)."""
+    others of its family are held against, in place of what the designs show. Raises RecordError (a ValueError). A
+    folder without a record, as a sweep that was stopped early leaves it, gives an empty table and a UserWarning."""
     from lorabench.report.analysis import Analysis, collector_paused
 
     with collector_paused():  # until the records are gone again
-        return Analysis.read(folder, against=against).table
+        table = Analysis.read(folder, against=against).table
+    if table.empty:
+        warnings.warn(f"the table of {folder} is empty: there is no record to make a row of", stacklevel=2)
+    return table
 
 
 def write_report(folder: str | Path) -> list[Path]:

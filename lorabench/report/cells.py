@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from lorabench.contract.kind import kind
 from lorabench.record.schema import ARMS, INTERRUPTED, TOTAL, UNCHECKED, Record
-from lorabench.record.stats import MIN_TRIALS_FOR_VERDICT, direction, without_figure
+from lorabench.record.stats import direction, without_figure
 from lorabench.report.analysis import Analysis
 from lorabench.report.attribution_tables import AnyTable, attribution_tables
 from lorabench.report.groups import Group
 from lorabench.report.shares import ShareOf, columns
 from lorabench.report.tidy import kinds_of, phases_of
-from lorabench.report.words import arrow, bounds, interval, noise, number, percent, ratio, span
+from lorabench.report.words import arrow, bounds, doubt, interval, noise, number, percent, ratio, span
 
 # The columns, by their headings. Beside these there is one a phase, one a share and one for each kind's throughput.
 TOGGLE = "toggle"
@@ -230,24 +230,15 @@ def judgement(row: Mapping[Any, Any], record: Record, group: Group) -> str:
         return f"noise floor {noise(row['noise_floor'])}{sees}{_provenance(row)}"
     disturbed = row["disturbed"] if math.isfinite(row["disturbed"]) else 0
     flags = f" ({disturbed:.0f} of {row['trials']} trials disturbed)" if disturbed else ""
-    few = 0 < row["trials"] < MIN_TRIALS_FOR_VERDICT
     said = row["verdict"] if isinstance(row["verdict"], str) else "too few trials"
-    needs = f" ({row['trials']} trials, a figure needs {MIN_TRIALS_FOR_VERDICT})" if few else ""
     if UNCHECKED in record.notes:
         flags += f" (ended from outside after {record.notes[INTERRUPTED]} rounds, before its last checks)"
-    return said + (needs or _doubt(row)) + flags + _other_floor(row) + _provenance(row)
+    return said + _doubt(row) + flags + _other_floor(row) + _provenance(row)
 
 
 def _doubt(row: Mapping[Any, Any]) -> str:
-    """Which condition of a verdict an unclear row does not meet."""
-    if row["verdict"] != "unclear":
-        return ""
-    low, high, floor = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"], row["noise_floor"]
-    if low <= 1 <= high:
-        return " (its interval holds 1)"
-    if low <= 1 + floor and high >= 1 / (1 + floor):
-        return f" (its interval meets the noise floor of {noise(floor)})"
-    return f" (p {number(row['p_holm'], 2)} after Holm's correction)"
+    low, high = row[f"{TOTAL}_low"], row[f"{TOTAL}_high"]
+    return doubt(row["verdict"], low, high, row["noise_floor"], row["p_holm"], row["trials"])
 
 
 def _other_floor(row: Mapping[Any, Any]) -> str:

@@ -63,3 +63,16 @@ def arrow(before: Any, after: Any, show: Callable[[Any], str] = number) -> str:
     """`before → after`, reference and candidate; '' where neither is known."""
     first, second = show(before), show(after)
     return f"{first or 'none'} → {second or 'none'}" if first or second else ""
+
+
+def doubt(verdict: str | None, low: float, high: float, floor: float, p_holm: float, trials: int) -> str:
+    """In brackets, which condition of a figure a row of so many trials does not meet; '' where it meets all."""
+    if 0 < trials < MIN_TRIALS_FOR_VERDICT:
+        return f" ({trials} trials, a figure needs {MIN_TRIALS_FOR_VERDICT})"
+    if verdict != "unclear":
+        return ""
+    if low <= 1 <= high:
+        return " (its interval holds 1)"
+    if low <= 1 + floor and high >= 1 / (1 + floor):
+        return f" (its interval meets the noise floor of {noise(floor)})"
+    return f" (p {number(p_holm, 2)} after Holm's correction)"

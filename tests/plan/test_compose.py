@@ -3,6 +3,7 @@
 import pytest
 from helpers import cells, config
 
+from lorabench import recommend
 from lorabench.contract.names import NameUnknown
 from lorabench.plan.compose import ConfigError, names_in, plan, workload
 from lorabench.plan.registry import ablation
@@ -114,6 +115,8 @@ def test_every_suite_composes(name):
         ("reference=peft_lo", "did you mean peft_low?"),
         ("reference=[peft,peft_lo]", "did you mean peft_low?"),
         ("workload=gsm8", "did you mean gsm8k?"),
+        ("workload=4xabc", "(or BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET)"),
+        ("workload=.", "(or BATCHxLENGTH as 4x2048, FILE.jsonl, FILE.yaml or ORG/DATASET)"),
         ("ablations=[{torch_compile:{mod:x}}]", "did you mean mode?"),
         ("ablations=[{torch_compile:{mode:fastest}}]", "expected one of default"),
         ("ablations=[{padding_free:{size:3}}]", "padding_free has no parameters"),
@@ -139,6 +142,15 @@ def test_bad_input_is_one_line_and_exit_code_2(override, says, capsys, tmp_path)
     assert says in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "shown"), [("", "''"), ("''", "''"), ("null", "None"), ("7", "7"), ("[a]", "['a']")])
+@pytest.mark.parametrize("command", [main, recommend.main])
+def test_an_output_that_names_no_folder_is_refused(value, shown, command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command([f"output={value}", "models=[tiny-llama]", "dry_run=true"]) == 2
+    assert capsys.readouterr().err == f"lorabench: output: expected a folder, not {shown}\n"
     assert list(tmp_path.iterdir()) == []
 
 

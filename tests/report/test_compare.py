@@ -3,7 +3,7 @@
 import pytest
 from record.arms import slower
 
-from lorabench.compare import compare, hardware, machine_changes, main
+from lorabench.compare import compare, hardware, machine_changes, main, table
 from lorabench.report.analysis import Analysis
 
 
@@ -31,6 +31,35 @@ def test_each_outcome(record):
     assert up.low < 1.5 / 1.2 < up.high
 
 
+def shown(changes):
+    """Of each cell: A, B, B / A and outcome, as the table has them."""
+    _, name, *columns = (map(str, column.cells) for column in table(changes).columns)
+    return dict(zip(name, zip(*columns, strict=True), strict=True))
+
+
+def test_what_is_unclear_has_no_ratio_and_says_why(record):
+    def run(seed, near, few):
+        cells = [record(["wide"], sd=0.2, speedup=1.02), record(["near"], speedup=near)]
+        cells += [record(["as_was"], sd=0.003, speedup=1.2, seed=seed), record(["few"], speedup=few, trials=5)]
+        return [record([], seed=seed), *cells, record(["fewest"], trials=2)]
+
+    told = shown(compare(run(1, 1.2, 1.0), run(2, 1.218, 2.0)))
+    a, b, change, outcome = told["wide"]
+    assert all(text.startswith("unclear [") for text in (a, b, change))
+    assert outcome == "unclear (its interval holds 1)"
+    a, b, change, outcome = told["near"]
+    assert a.startswith("1.") and b.startswith("1.") and change.startswith("unclear [1.0")
+    assert outcome.startswith("unclear (its interval meets the noise floor of ±")
+    assert told["as_was"][2].startswith(("0.99", "1.00")) and told["as_was"][3] == "same"
+    assert told["few"][2].startswith("better [") and told["few"][3] == "better (5 trials, a figure needs 6)"
+    assert told["fewest"] == ("ok", "ok", "", "unclear (too few trials)")
+
+
+def test_what_only_the_correction_makes_unclear_says_so(record):
+    before, after = ([record([f"t{i}"], sd=0.05, trials=12, speedup=of) for i in range(60)] for of in (1.0, 1.08))
+    assert any(change.doubt.endswith(" after Holm's correction)") for change in compare(before, after))
+
+
 def test_a_machine_twice_as_fast_changes_no_ratio(record):
     before = [record([], sd=0.003), record(["a"], speedup=1.3, sd=0.003)]
     cell = record(["a"], speedup=1.3, sd=0.003, seed=5)
@@ -41,6 +70,11 @@ def test_a_machine_twice_as_fast_changes_no_ratio(record):
 def test_cells_of_two_kinds_are_two_cells(record):
     a, b = record(["x"]), record(["x"], kind="evaluate")
     assert sorted(c.outcome for c in compare([a], [b])) == ["appeared", "vanished"]
+
+
+def test_the_least_work_is_no_cell(record):
+    before, after = ([record(["x"]), record(["frozen_limit"], speedup=of, kind="limit")] for of in (2.0, 1.5))
+    assert outcomes(compare(before, after)) == {"x": "same"} and outcomes(compare(before, [])) == {"x": "vanished"}
 
 
 def test_cells_match_by_content_whatever_the_key_and_the_order_of_toggles(record):
@@ -80,6 +114,22 @@ def test_two_machines_have_a_row_of_the_same_reference_on_both(tmp_path, record,
     assert main([str(here), str(there)]) == 0
     said = capsys.readouterr().out
     assert "The same step on other hardware" in said and "smollm2-135m" in said
+
+
+@pytest.mark.parametrize("columns", [None, "80", "140"])
+def test_names_are_whole_however_narrow_it_is(columns, tmp_path, record, folder, session, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    name, model = ["adapters_in_compute_dtype", "cuda_graph"], "a-model-with-a-long-name-1.7b"
+    cells = [record(name, model=model, reference=["gradient_checkpointing"], sd=0.2)]
+    here = folder(tmp_path / "a", cells, [session()])
+    there = folder(tmp_path / "b", cells, [session(device="cpu", name="a CPU")])
+    assert main([str(here), str(there)]) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said.replace("reading both …", "") and said.count(model) == 2  # a table each
+    assert all(word in said for word in (*name, "gradient_checkpointing", "unclear", "interval"))
+    assert columns or f"{model} @ alpaca │ {' + '.join(name)} │ " in said
 
 
 @pytest.mark.parametrize("broken", ["missing", "corrupt"])
