@@ -2,7 +2,7 @@
 
     python -m lorabench.compare results/before results/after
     python -m lorabench.compare results/before results/after --fail-on-regression
-    python -m lorabench.compare results/before results/after against=lora_kernels
+    python -m lorabench.compare results/before results/after against=packing
 
 Cells are matched by content: model, workload, and the toggles of both arms. What is compared is the ratio that each
 run measured in pairs, never milliseconds of one run with those of another: between them lie a reboot, a driver, a
