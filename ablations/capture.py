@@ -29,7 +29,7 @@ class CudaGraph(Ablation):
         graph of this one alone would be of no use to whoever trains."""
         if "position_ids" not in batch.inputs:
             return batch
-        from lorakernels.capturing.inputs import BUCKETS
+        from lorakernels.capturing.inputs import BUCKETS, bucket_of
 
         from .segments import ARGUMENTS, for_graphs
 
@@ -37,9 +37,10 @@ class CudaGraph(Ablation):
             raise Unsupported("rows of several jobs end to end have a layout of their own at every step")
         if others := batch.inputs.keys() - {"input_ids", "labels", "position_ids", *ARGUMENTS}:
             raise Unsupported(f"it cannot pad what else a packed row has: {', '.join(sorted(others))}")
-        if (length := batch.inputs["input_ids"].shape[1]) > max(BUCKETS):
+        length = batch.inputs["input_ids"].shape[1]
+        if (bucket := bucket_of(length)) is None:
             raise Unsupported(f"a packed row of {length} tokens is longer than the largest bucket, {max(BUCKETS)}")
-        return for_graphs(batch, min(bucket for bucket in BUCKETS if bucket >= length))
+        return for_graphs(batch, bucket)
 
     def step(self, step: Step) -> Step:
         from lorakernels.capturing.graph import CudaGraphs

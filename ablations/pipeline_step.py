@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lorabench.contract.ablation import Unsupported
 from lorabench.contract.arm import own_name
-from lorabench.contract.batch import IGNORE, Batch
+from lorabench.contract.batch import Batch
 from lorabench.contract.joint import Place
 from lorabench.contract.step import Step
 from lorabench.schedule import Sample as Planned
@@ -58,21 +57,7 @@ def alike(batches: Sequence[Batch]) -> list[Batch]:
     rows, width = map(max, zip(*shapes, strict=True))
     packed = any("position_ids" in b.inputs for b in batches)
     masked = not packed and any("attention_mask" in b.inputs for b in batches) | any(s != (rows, width) for s in shapes)
-    return [_filled(batch, rows, width, masked) for batch in batches]
-
-
-def _filled(batch: Batch, rows: int, width: int, masked: bool) -> Batch:
-    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
-    more = (0, width - ids.shape[1], 0, rows - ids.shape[0])
-    inputs = batch.inputs | {"input_ids": F.pad(ids, more), "labels": F.pad(labels, more, value=IGNORE)}
-    if (positions := batch.inputs.get("position_ids")) is not None:
-        tail = torch.arange(more[1]).expand(len(positions), -1)
-        inputs["position_ids"] = torch.cat([positions, tail], 1)
-    if masked:
-        mask = F.pad(batch.inputs.get("attention_mask", torch.ones_like(ids)), more)
-        mask[ids.shape[0] :, 0] = 1  # attention of a row without any token would be a division by zero
-        inputs["attention_mask"] = mask
-    return Batch(inputs, batch.real, batch.padded + rows * width - ids.numel(), batch.trained)
+    return [segments.filled(batch, rows, width, masked) for batch in batches]
 
 
 def counted_once(batches: Sequence[Batch], line: Line) -> list[Batch]:
@@ -354,7 +339,7 @@ class PipelineJoint(JointStep):
 
         def row(batches: Sequence[Batch]) -> list[Batch]:
             *rows, last = map(in_a_row, batches)
-            return [*rows, _filled(last, 1, longest - sum(batch.real for batch in rows), masked=False)]
+            return [*rows, segments.filled(last, 1, longest - sum(batch.real for batch in rows))]
 
         return self._beside(shared, row)
 

@@ -71,21 +71,34 @@ def alike(batches: Sequence[Batch]) -> tuple[Tensor, int] | None:
     return torch.stack(rows), max(longest)
 
 
+def filled(batch: Batch, rows: int, width: int, masked: bool = False) -> Batch:
+    """The batch padded to a shape. Rows that are added have no labels; what is added to a packed row is a sample of its
+    own. `masked`: with a mask of the padding."""
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+    more = (0, width - ids.shape[1], 0, rows - ids.shape[0])
+    inputs = batch.inputs | {"input_ids": F.pad(ids, more), "labels": F.pad(labels, more, value=IGNORE)}
+    if (positions := batch.inputs.get("position_ids")) is not None:
+        tail = torch.arange(more[1]).expand(len(positions), -1)
+        inputs["position_ids"] = torch.cat([positions, tail], 1)
+    if masked:
+        mask = F.pad(batch.inputs.get("attention_mask", torch.ones_like(ids)), more)
+        mask[ids.shape[0] :, 0] = 1  # attention of a row without any token would be a division by zero
+        inputs["attention_mask"] = mask
+    return Batch(inputs, batch.real, batch.padded + rows * width - ids.numel(), batch.trained)
+
+
 def for_graphs(batch: Batch, width: int) -> Batch:
     """A batch of one packed row as a graph can take any other of its size: padded to `width` positions, of which those
     that were added are a segment of their own. Where attention goes by segments, as many as the next power of two,
     those that were added empty; and as the longest one the whole row, for a graph keeps what it was captured with."""
-    inputs = batch.inputs
-    more = width - inputs["input_ids"].shape[1]
-    made = {
-        "input_ids": F.pad(inputs["input_ids"], (0, more)),
-        "labels": F.pad(inputs["labels"], (0, more), value=IGNORE),
-        "position_ids": torch.cat([inputs["position_ids"], torch.arange(more)[None]], 1),
-    }
-    if (begins := inputs.get(ARGUMENTS[0])) is not None:
-        count = len(begins) - (not more)  # of segments, the added one among them
-        made |= by_segments(F.pad(begins, (0, (1 << (count - 1).bit_length()) + 1 - len(begins)), value=width), width)
-    return replace(batch, inputs=inputs | made, padded=batch.padded + more)
+    from lorakernels.runtime import next_power_of_2  # only here: arms without our kernels do not import them
+
+    made = filled(batch, 1, width)
+    if (begins := batch.inputs.get(ARGUMENTS[0])) is None:
+        return made
+    count = len(begins) - (made.padded == batch.padded)  # of segments, the added one among them
+    begins = F.pad(begins, (0, next_power_of_2(count) + 1 - len(begins)), value=width)
+    return replace(made, inputs=made.inputs | by_segments(begins, width))
 
 
 Kernel = Callable[..., Tensor]  # (q, k, v of (T, heads, D), cu_seq_lens, longest, scale, window, keyword arguments)

@@ -75,17 +75,15 @@ class Siblings:
         alike = [arm for arm in self.arms if parts in (_parts(arm.arm), frozenset(arm.toggles))]
         return next((arm for arm in self.arms if arm.arm == name), alike[0] if alike else None)
 
-    def records(self, against: str | None = None) -> list[Record]:
-        """Every contrast that the designs show; or every arm over the arm called `against`, which stands alone where it
-        failed."""
-        if against in (None, REFERENCE):
+    def records(self, base: ArmRecord | None = None) -> list[Record]:
+        """Every contrast that the designs show; or every arm over `base`, which stands alone where it failed."""
+        if base is None:
             made = [(arm, shown) for arm in self.arms for shown in arm.shown if self._has(shown)]
             lone = self.reference if len(self.arms) == 1 and not made else None
             if lone and lone.status == "ok":
                 return self._with_cost([self._alone(lone)], [lone])
         else:
-            base = self.named(against)
-            made = self._over_all(base) if base else []
+            made = self._over_all(base)
         records = [self.record(arm, shown) for arm, shown in made]
         records += [floor for arm, shown in made if (floor := self._floor_between(arm, shown))]
         return self._with_cost(records, [arm for arm, _ in made])
@@ -256,7 +254,7 @@ def pairs(arms: Iterable[ArmRecord], against: str | None = None) -> list[Record]
         why = "it is the reference once more, over which a report without against= shows every arm"
     elif all(arm.status != "ok" for _, arm in named):
         why = f"it is {named[0][1].status}: {named[0][1].reason}"
-    elif made := [record for family, _ in named for record in family.records(against)]:
+    elif made := [record for family, arm in named for record in family.records(arm)]:
         return made
     elif sum(arm.status == "ok" for family, _ in named for arm in family.arms) > len(named):
         why = "records of schemas 1 and 2 are pairs, whose reference was not judged"

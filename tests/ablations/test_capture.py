@@ -5,14 +5,15 @@ SDPA is then given is what counts; the graphs are `fake_graphs.py`'s."""
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
-import transformers
+from attend import varlen_attn
 from fake_graphs import FakeGraphs
 from helpers import PEFT, arm, random_samples, request
 from lorakernels.capturing.graph import CudaGraphs
-from torch.nn import functional as F
+from torch.nn.attention import varlen
 
 from lorabench.contract.ablation import Evidence, Unsupported
 from lorabench.contract.batch import Batch, pad
@@ -186,19 +187,14 @@ ROWS = ((14, 14), (12, 9, 7))  # lengths of two rows' samples: 28 positions in e
 
 
 def attended_by_segments(monkeypatch):
-    """`varlen` on a CPU: its kernel's own formula, a segment after the other."""
-    from lorabench_ablations import segments
+    """`varlen` on a CPU, whose kernel has to be told of a segment that is long enough for every one."""
 
-    def kernel(q, k, v, cu, longest, scale, window, **kwargs):
-        outs = []
-        assert longest >= int(cu.diff().max())
-        for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-            own = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
-            outs += [F.scaled_dot_product_attention(*own, is_causal=True, scale=scale, enable_gqa=True)[0]]
-        return torch.cat([out.transpose(0, 1) for out in outs])
+    @wraps(varlen_attn)  # what it takes is looked up in its signature
+    def kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, **asked):
+        assert min(max_q, max_k) >= int(cu_seq_q.diff().max())
+        return varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, **asked)
 
-    monkeypatch.setitem(segments.KERNELS, "varlen", kernel)
-    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "lorabench_varlen", raising=False)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
 
 
 def packed(attention, rows, captured):

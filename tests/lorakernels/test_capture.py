@@ -8,13 +8,13 @@ import lorakernels
 import pytest
 import torch
 import transformers
+from attend import attend
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
 from kernel_checks import exhaustive
 from lorakernels.capturing import backward as capture_backward
 from lorakernels.capturing.inputs import Eager, fit
 from tiny_models import build
-from torch.nn import functional as F
 from transformers.masking_utils import flash_attention_mask
 
 
@@ -140,10 +140,8 @@ def flash():
         if begins is None:
             starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
             begins = torch.cat([starts.new_zeros(1), starts, starts.new_tensor([query.shape[2]])])
-        of = torch.arange(query.shape[2])[:, None].ge(begins[1:-1]).sum(1)  # the segment of each position
-        seen = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril()
-        out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend("flash_test", *rows, begins, scaling)[None], None
 
     transformers.AttentionInterface.register("flash_test", attention)
     transformers.AttentionMaskInterface.register("flash_test", flash_attention_mask)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..runtime import next_power_of_2
+
 Batch = Mapping[str, Any]
 BUCKETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # at most a third is padding
 PADS = {
@@ -61,6 +63,11 @@ class Fitted:
     padded: bool = False
 
 
+def bucket_of(length: int, buckets: Sequence[int] = BUCKETS) -> int | None:
+    """The smallest bucket that holds a row of so many tokens; None where there is none."""
+    return min((bucket for bucket in buckets if bucket >= length), default=None)
+
+
 def fit(batch: Batch, buckets: Sequence[int], attention: str, depends_on: tuple[Any, ...]) -> Fitted:
     """The batch in the smallest bucket that holds it. attention: transformers' name of the implementation; depends_on:
     hashable facts that are no inputs. Raises Eager with the reason where there is no such bucket."""
@@ -68,8 +75,7 @@ def fit(batch: Batch, buckets: Sequence[int], attention: str, depends_on: tuple[
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise Eager("the batch has no input_ids of shape (rows, length)")
     rows, longest = ids.shape
-    length = next((bucket for bucket in sorted(buckets) if bucket >= longest), None)
-    if length is None:
+    if (length := bucket_of(longest, buckets)) is None:
         raise Eager(f"longer than the largest bucket, {max(buckets)} tokens")
     segments = _by_segments(batch, attention)
     batch = _without_lengths(batch, attention, segments)
@@ -105,7 +111,7 @@ def _begins(positions: torch.Tensor) -> torch.Tensor:
     """(N + 1,), int32: where the N samples begin in a row of these positions (1, length), and where the last one ends.
     N is a power of two, so that few graphs are needed: samples that are added are empty, at the end."""
     starts = [0, *(torch.nonzero(positions[0].diff() != 1).flatten() + 1).tolist()]
-    count = 1 << (len(starts) - 1).bit_length()
+    count = next_power_of_2(len(starts))
     length = positions.shape[1]
     return torch.tensor([*starts, *[length] * (count + 1 - len(starts))], dtype=torch.int32, device=positions.device)
 
