@@ -362,8 +362,9 @@ class Seat:
                 into.energy = energy.measure(arm, usual_ms)
         with _seconds(into, "evidence"):
             self.tell(f"certifying {name}")
-            into.last = of_kind.last_trial(arm, last)
-            if any(job.lora.lora_dropout for job in stack.cell.jobs):  # that one ran without its masks
+            masked = any(job.lora.lora_dropout for job in stack.cell.jobs)
+            into.last = of_kind.last_trial(arm, partial(trial.run_trial, arm, number=number) if masked else last)
+            if masked:  # that one ran without its masks
                 last()
             if timed := self.host[name]:  # none, where the process was started again after the last round
                 into.said = of_kind.said(arm, {p: [t.device_ms[p] for t in timed] for p in timed[0].device_ms})
