@@ -6,10 +6,11 @@
     python benchmarks/captured_training.py --model tiny-llama --steps 6 --warm 3 --batch 2 --out somewhere   # on a CPU
 
 Each arm is a process of its own: `plain` (PEFT), `captured` (the same through `lorakernels.captured`), `lorakernels`,
-`lorakernels_captured`, and `unsloth` (its model in its own trainer), where that is installed. All train --weights, or
-the shapes of --model with random ones, on the same samples in the same order: real lengths (the quantiles of GSM8K, or
-another table of lorabench's) with random tokens, or real text with --text. The loader pads a batch to its longest
-sample, buckets come on top; only real tokens count.
+`lorakernels_captured`, and `unsloth` (its model in its own trainer), where that is installed. In an arm with
+`padding_free` in its name a batch is one row without padding, as SFTConfig's setting of that name makes it. All train
+--weights, or the shapes of --model with random ones, on the same samples in the same order: real lengths (the quantiles
+of GSM8K, or another table of lorabench's) with random tokens, or real text with --text. The loader pads a batch of the
+others to its longest sample, buckets come on top; only real tokens count.
 
 Two rates: `whole` over the run from its first step on, which holds compilation, warm-up and captures; `steady` over the
 steps behind --warm. The losses of an arm must be those of `plain`: the first and the last, and the largest distance
@@ -45,7 +46,11 @@ from lorabench.record.store import write_atomically
 sys.path.insert(0, str(Path(__file__).parent))
 from loss_curve import load, write_found
 
-ARMS = ("plain", "captured", "lorakernels", "lorakernels_captured", "unsloth")
+ARMS = (
+    "plain", "captured", "lorakernels", "lorakernels_captured", "padding_free", "padding_free_captured",
+    "lorakernels_padding_free", "lorakernels_padding_free_captured", "unsloth",
+)  # fmt: skip
+INSTALL = {"unsloth": "pip install 'lorabench[unsloth]'", "flash_attn": "pip install flash-attn --no-build-isolation"}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # Unsloth wants names
 LAST_WORDS_S = 2.0  # that an arm has at its limit to say where it stands
@@ -109,8 +114,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     """The arm in a process of its own: patches of others are global, and a GPU's memory is its own."""
-    if arm == "unsloth" and find_spec("unsloth") is None:
-        return {"unsupported": "needs unsloth: pip install 'lorabench[unsloth]'"}
+    package = "unsloth" if arm == "unsloth" else "flash_attn" if attention_of(arm) == "flash_attention_2" else None
+    if package and find_spec(package) is None:
+        return {"unsupported": f"needs {package}: {INSTALL[package]}"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "arm.json")
         given = {n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only")}
@@ -149,7 +155,7 @@ def run(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     if arm.startswith("lorakernels"):
         lorakernels.apply(model)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(options, model, samples, folder)
+        trainer = trainer_of(options, model, samples, folder, padding_free="padding_free" in arm)
         if arm.endswith("captured"):
             lorakernels.captured(trainer)
         clock = Clock(options.warm)
@@ -218,6 +224,11 @@ def spec_of(options: argparse.Namespace) -> Any:
     return plan(load_config([f"models=[{options.model}]"]), "cpu").cells[0].model
 
 
+def attention_of(arm: str) -> str:
+    """Rows without padding want FlashAttention, which a CPU has not; SDPA makes masks for them."""
+    return "flash_attention_2" if "padding_free" in arm and torch.cuda.is_available() else "sdpa"
+
+
 def model_of(options: argparse.Namespace, arm: str) -> Any:
     """A PEFT model of --weights or of random ones: bfloat16 with float32 adapters on a GPU, float32 on a CPU."""
     from peft import LoraConfig, get_peft_model
@@ -244,6 +255,7 @@ def model_of(options: argparse.Namespace, arm: str) -> Any:
     lora = LoraConfig(**LORA, lora_dropout=options.dropout, task_type="CAUSAL_LM")
     if arm != "unsloth":
         made = base()
+        made.set_attn_implementation(attention_of(arm))
         torch.manual_seed(options.seed)
         return get_peft_model(made, lora)
     from lorabench.contract.ablation import Blueprint
@@ -253,7 +265,9 @@ def model_of(options: argparse.Namespace, arm: str) -> Any:
     return Unsloth().build(Blueprint(config, dtype, {"config": adapter}, base))
 
 
-def trainer_of(options: argparse.Namespace, model: Any, samples: list[list[int]], folder: str) -> Any:
+def trainer_of(
+    options: argparse.Namespace, model: Any, samples: list[list[int]], folder: str, padding_free: bool = False
+) -> Any:  # fmt: skip
     """SFTTrainer with its defaults but for what a comparison fixes."""
     import trl
     from datasets import Dataset
@@ -267,7 +281,8 @@ def trainer_of(options: argparse.Namespace, model: Any, samples: list[list[int]]
         folder, max_steps=options.steps, per_device_train_batch_size=options.batch, use_cpu=cpu, bf16=not cpu,
         gradient_accumulation_steps=options.accumulate, learning_rate=2e-4, warmup_steps=10, seed=options.seed,
         lr_scheduler_type="cosine", logging_steps=max(1, options.steps // LOGS), save_strategy="no", report_to=[],
-        gradient_checkpointing=False, max_length=options.seq_len, disable_tqdm=True,
+        gradient_checkpointing=False, disable_tqdm=True, padding_free=padding_free,
+        max_length=None if padding_free else options.seq_len,  # which TRL would not enforce without padding
         dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
     trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=_tokenizer())

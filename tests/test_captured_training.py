@@ -26,20 +26,20 @@ def test_it_trains_compares_and_writes(script, tmp_path, monkeypatch, capsys):
         script, "apart", lambda options, arm: own(options, arm) if arm == "unsloth" else script.run(options, arm)
     )
     monkeypatch.setattr(script, "find_spec", lambda name: None)
-    arms = ["plain", "captured", "lorakernels_captured", "unsloth"]
+    arms = ["plain", "captured", "lorakernels_captured", "lorakernels_padding_free_captured", "unsloth"]
     assert script.main([*SMALL, "--out", str(tmp_path / "out"), "--arms", *arms]) == 0
     found = json.loads((tmp_path / "out" / "captured_training.json").read_text())
     made = found["arms"]
     assert list(made) == arms and "pip install" in made["unsloth"]["unsupported"]
-    for name in arms[:3]:
+    for name in arms[:4]:
         arm = made[name]
         assert arm["real_tokens_per_step"] == 48, "GSM8K's samples are longer than 24 tokens"
         assert arm["steady_tokens_per_s"] == pytest.approx(48e3 / arm["steady_ms_per_step"])
-        assert len(arm["losses"]) == 5 and arm["largest_loss_distance"] < 1e-3
+        assert len(arm["losses"]) == 5 and arm["largest_loss_distance"] < 1e-3, "the same samples in each step"
     assert made["plain"]["capture"] is None and made["plain"]["steady_against_plain"] == 1
     assert made["captured"]["capture"]["eager"] == {"CUDA graphs need a CUDA device; the model is on cpu": 5}
     table = (tmp_path / "out" / "captured_training.md").read_text()
-    assert table.count("\n| ") == 5 and "| unsloth | needs unsloth" in table
+    assert table.count("\n| ") == 6 and "| unsloth | needs unsloth" in table
     assert table in capsys.readouterr().out
 
 

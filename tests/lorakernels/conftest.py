@@ -36,3 +36,28 @@ def dtype(request):
     if INTERPRET and request.param == "bfloat16":
         pytest.skip("the interpreter has no bfloat16")
     return getattr(torch, request.param)
+
+
+@pytest.fixture
+def flash():
+    """An attention of a flash attention's name, whose kernel is told where samples begin, or finds it out."""
+    import transformers
+    from attend import attend
+    from transformers.masking_utils import flash_attention_mask
+
+    told = []
+
+    def attention(module, query, key, value, mask, *, scaling=None, position_ids=None, cu_seq_lens_q=None, **kwargs):
+        told.append((None if cu_seq_lens_q is None else len(cu_seq_lens_q), kwargs.get("max_length_q")))
+        begins = cu_seq_lens_q
+        if begins is None:
+            starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
+            begins = torch.cat([starts.new_zeros(1), starts, starts.new_tensor([query.shape[2]])])
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend("flash_test", *rows, begins, scaling)[None], None
+
+    transformers.AttentionInterface.register("flash_test", attention)
+    transformers.AttentionMaskInterface.register("flash_test", flash_attention_mask)
+    yield told
+    del transformers.AttentionInterface._global_mapping["flash_test"]
+    del transformers.AttentionMaskInterface._global_mapping["flash_test"]

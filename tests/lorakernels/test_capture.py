@@ -7,15 +7,12 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
-import transformers
-from attend import attend
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
 from fake_graphs import FakeGraphs
 from kernel_checks import exhaustive
 from lorakernels.capturing import backward as capture_backward
 from lorakernels.capturing.inputs import Eager, fit
 from tiny_models import build
-from transformers.masking_utils import flash_attention_mask
 
 
 @pytest.fixture
@@ -127,27 +124,6 @@ LAYOUTS = [
     (1, 2, 8),
     (2, 9),
 ]
-
-
-@pytest.fixture
-def flash():
-    """An attention of a flash attention's name, whose kernel is told where samples begin, or finds it out."""
-    told = []
-
-    def attention(module, query, key, value, mask, *, scaling=None, position_ids=None, cu_seq_lens_q=None, **kwargs):
-        told.append((None if cu_seq_lens_q is None else len(cu_seq_lens_q), kwargs.get("max_length_q")))
-        begins = cu_seq_lens_q
-        if begins is None:
-            starts = (position_ids[0].diff() != 1).nonzero().flatten() + 1
-            begins = torch.cat([starts.new_zeros(1), starts, starts.new_tensor([query.shape[2]])])
-        rows = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attend("flash_test", *rows, begins, scaling)[None], None
-
-    transformers.AttentionInterface.register("flash_test", attention)
-    transformers.AttentionMaskInterface.register("flash_test", flash_attention_mask)
-    yield told
-    del transformers.AttentionInterface._global_mapping["flash_test"]
-    del transformers.AttentionMaskInterface._global_mapping["flash_test"]
 
 
 def test_packed_rows_of_flash_attention_share_a_graph(fake, flash):

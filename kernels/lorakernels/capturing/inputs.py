@@ -21,10 +21,10 @@ Batch = Mapping[str, Any]
 BUCKETS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # at most a third is padding
 PADS = {
     "input_ids": 0, "labels": -100, "shift_labels": -100, "attention_mask": 0, "token_type_ids": 0,
-    "completion_mask": 0, "assistant_masks": 0, "position_ids": 0,
+    "completion_mask": 0, "assistant_masks": 0, "position_ids": 0, "seq_idx": -1,
 }  # fmt: skip
 # What collators add for kernels that take lengths of packed samples; position_ids say the same.
-LENGTHS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+LENGTHS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 CAUSAL, MADE, SEGMENTS = "causal", "from the inputs", "by segments"
 
 
@@ -102,9 +102,8 @@ def fit(batch: Batch, buckets: Sequence[int], attention: str, depends_on: tuple[
 
 def _by_segments(batch: Batch, attention: str) -> bool:
     """Whether these are samples end to end in one row, and an attention that can be told where each begins."""
-    ids, others = batch["input_ids"], (batch.get("attention_mask"), batch.get("seq_idx"))
     told = attention.startswith("flash") and isinstance(batch.get("position_ids"), torch.Tensor)
-    return told and len(ids) == 1 and all(other is None for other in others)
+    return told and len(batch["input_ids"]) == 1 and batch.get("attention_mask") is None
 
 
 def _begins(positions: torch.Tensor) -> torch.Tensor:
