@@ -292,9 +292,9 @@ def test_noise_under_dropout_is_that_of_the_masks(tmp_path):
 def test_right_trials_under_masks_of_their_own_stay_within_the_noise_whatever_pairs_it_was_made_of():
     """A linear's loss moves by 4 % between masks. The limit is made of a few pairs and holds the worst of 60 trials."""
     made = arm(*PEFT, overrides=("lora.lora_dropout=0.1",))
-    random, beyond = np.random.default_rng(1), 0
+    random, beyond, ones = np.random.default_rng(1), 0, {"a": torch.ones(2)}
     for _ in range(400):
-        noise = depth_noise.measure(made, lambda: (1 + 0.03 * random.standard_normal(), {"a": torch.ones(2)}))
+        noise = depth_noise.measure(made, lambda backward=True: (1 + 0.03 * random.standard_normal(), ones))
         pairs = 1 + 0.03 * random.standard_normal((2, 60))
         beyond += np.abs(pairs[1] / pairs[0] - 1).max() > LOSS_MASKED * noise.masks.loss
     assert beyond <= 1

@@ -86,8 +86,8 @@ def other_rounding(model: nn.Module) -> Iterator[None]:
 Outcome = tuple[float, dict[str, Tensor]]  # the loss of a forward and backward, and its gradients by name
 
 
-def measure(arm: Arm, outcome: Callable[[], Outcome]) -> DepthNoise:
-    """`outcome` runs one forward and backward of the arm."""
+def measure(arm: Arm, outcome: Callable[..., Outcome]) -> DepthNoise:
+    """`outcome` runs one forward and backward of the arm; with `backward=False` for the loss alone."""
     with without_dropout(arm.model):
         plain = outcome()
         with other_rounding(arm.model):
@@ -95,8 +95,9 @@ def measure(arm: Arm, outcome: Callable[[], Outcome]) -> DepthNoise:
     if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in arm.model.modules()):
         return found
     masked = outcome()
-    runs = [_between(masked, outcome()) for _ in range(MASKED_RUNS)]
-    return replace(found, masks=replace(_worse(runs[:RUNS]), loss=max(run.loss for run in runs)))
+    masks = _worse([_between(masked, outcome()) for _ in range(RUNS)])
+    losses = [off(outcome(backward=False)[0], masked[0]) for _ in range(MASKED_RUNS - RUNS)]
+    return replace(found, masks=replace(masks, loss=max(masks.loss, *losses)))
 
 
 def _between(one: Outcome, other: Outcome) -> DepthNoise:

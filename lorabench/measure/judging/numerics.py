@@ -105,15 +105,18 @@ def _scales(gradients: dict[str, Tensor], gold: Outcome) -> dict[str, float]:
     return {name: abs(distance(gradients[name], wanted).scale) for name, wanted in gold.gradients.items()}
 
 
-def one_pass(arm: Arm, step: Step) -> tuple[float, dict[str, Tensor]]:
-    """Forward and backward of a job: the loss, over all ranks, and what is compared, in float32."""
+def one_pass(arm: Arm, step: Step, backward: bool = True) -> tuple[float, dict[str, Tensor]]:
+    """Forward and backward of a job: the loss, over all ranks, and what is compared, in float32. Without `backward` the
+    loss alone is right."""
     clear(arm, step)
     loss, others = 0.0, {}
     for batch in step.batches:
         part = step.forward(batch)
-        step.backward(part)
+        if backward:
+            step.backward(part)
         loss += step.innermost.loss_of(part.detach())
         others |= step.innermost.compared(part)
+        del part  # or its graph would be held beside the next one's
     return arm.ranks.total(loss), arm.gradients(step) | others
 
 
