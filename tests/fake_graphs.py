@@ -8,6 +8,7 @@ import contextlib
 
 import torch
 from lorakernels.capturing.graph import NotCaptured
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,19 @@ class _Undone(TorchDispatchMode):
                 t.data.copy_(value)  # what a backward has saved bears no mark of it
 
 
+class _Copied(TorchFunctionMode):
+    """Finds the numbers that are copied to the device, for which the host waits."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.tensor and (kwargs or {}).get("device"):
+            self.found.append(f"it copies {args[0]} to the device")
+        return func(*args, **(kwargs or {}))
+
+
 class FakeRecording:
     def __init__(self, fake, function, outputs):
         self.fake, self.function, self.outputs = fake, function, outputs
@@ -60,8 +74,11 @@ class FakeGraphs:
     def aside(self):
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
     def needs_of_host(self):
-        return contextlib.nullcontext(self.needs)
+        found = list(self.needs)
+        with _Copied(found):
+            yield found
 
     def in_branches(self, functions):
         self.branches += len(functions)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 class Later:
@@ -45,6 +46,17 @@ class Later:
         return Later(self.value + other)
 
 
+class FilledNumbers(TorchFunctionMode):
+    """Inside, `torch.tensor(5, device="cuda")` fills a tensor on the device, in place of copying the number there, for
+    which the host waits. TRL makes the number of a packed row's tokens so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and args and isinstance(args[0], (bool, int, float)) and kwargs.get("device"):
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
+
+
 class SftMetrics:
     """The metrics of one trainer; of one that has none of TRL's, nothing."""
 
@@ -65,7 +77,8 @@ class SftMetrics:
         before = {name: list(values) for name, values in logged.items()}
         trainer.accelerator.gather_for_metrics = Later
         try:
-            yield found
+            with FilledNumbers():
+                yield found
             for name, values in logged.items():
                 if values[len(before.get(name, ())) :] and name != "num_tokens":
                     found[name] = torch.as_tensor(getattr(values[-1], "value", values[-1]))
