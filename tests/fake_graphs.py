@@ -5,9 +5,10 @@ are the recording's own, overwritten."""
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
-from lorakernels.capturing.graph import NotCaptured
+from lorakernels.capturing.graph import LOOKS_AWAY, NotCaptured
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,8 +45,10 @@ class _Copied(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.tensor and (kwargs or {}).get("device"):
-            self.found.append(f"it copies {args[0]} to the device")
+        place = sys._getframe(1)  # whoever called torch
+        copies = func is torch.tensor and args[0] != [] and (kwargs or {}).get("device")
+        if copies and not place.f_code.co_filename.endswith(LOOKS_AWAY):
+            self.found.append(f"it copies {args[0]} at {place.f_code.co_filename}:{place.f_lineno}")
         return func(*args, **(kwargs or {}))
 
 

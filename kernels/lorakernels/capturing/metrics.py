@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 class Later:
@@ -46,17 +45,6 @@ class Later:
         return Later(self.value + other)
 
 
-class FilledNumbers(TorchFunctionMode):
-    """Inside, `torch.tensor(5, device="cuda")` fills a tensor on the device, in place of copying the number there, for
-    which the host waits. TRL makes the number of a packed row's tokens so."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and args and isinstance(args[0], (bool, int, float)) and kwargs.get("device"):
-            return torch.full((), args[0], **kwargs)
-        return func(*args, **kwargs)
-
-
 class SftMetrics:
     """The metrics of one trainer; of one that has none of TRL's, nothing."""
 
@@ -77,8 +65,7 @@ class SftMetrics:
         before = {name: list(values) for name, values in logged.items()}
         trainer.accelerator.gather_for_metrics = Later
         try:
-            with FilledNumbers():
-                yield found
+            yield found
             for name, values in logged.items():
                 if values[len(before.get(name, ())) :] and name != "num_tokens":
                     found[name] = torch.as_tensor(getattr(values[-1], "value", values[-1]))
@@ -127,3 +114,34 @@ def every_position() -> Iterator[None]:
         yield
     finally:
         home._use_triton = own
+
+
+@contextlib.contextmanager
+def filled_numbers() -> Iterator[None]:
+    """Inside, TRL's `torch.tensor(5, device="cuda")` fills a tensor on the device. A number that is copied there lets
+    the host wait; TRL makes that of a packed row's tokens so."""
+    home: Any = sys.modules.get("trl.trainer.sft_trainer")
+    if home is None:
+        yield
+        return
+    own = home.torch
+    home.torch = _Torch(own)
+    try:
+        yield
+    finally:
+        home.torch = own
+
+
+class _Torch:
+    """torch, for one module. A TorchFunctionMode would stand between every call of a step and the place it is made
+    from, by which `needs_of_host` knows what may wait."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def tensor(self, data: Any, **kwargs: Any) -> Tensor:
+        number = isinstance(data, (bool, int, float))
+        return self._own.full((), data, **kwargs) if number else self._own.tensor(data, **kwargs)

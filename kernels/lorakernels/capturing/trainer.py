@@ -24,7 +24,7 @@ from torch import Tensor
 from .backward import CapturedBackward
 from .graph import Outputs
 from .inputs import BUCKETS
-from .metrics import SftMetrics, every_position
+from .metrics import SftMetrics, every_position, filled_numbers
 from .state import why_uncapturable
 from .status import Status
 from .step import checked, graphs_of
@@ -145,7 +145,7 @@ class TrainerCapture:
         """The trainer's own forward and backward, with the metrics of its loss as outputs."""
         assert self._backward is not None
         items = batch.pop(ITEMS, None)
-        with self._metrics.collected() as metrics, every_position():
+        with self._metrics.collected() as metrics, every_position(), filled_numbers():
             loss = self._own["training_step"](self._backward.model, batch, items)
         return {**metrics, "loss": loss}
 
