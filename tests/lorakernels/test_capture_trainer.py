@@ -295,3 +295,20 @@ def test_graphs_beside_a_gradient_scaler(tmp_path):
     assert trainer.capture.status().replays > 20, str(trainer.capture.status())
     losses = [[e["loss"] for e in h if "loss" in e] for h in (got, wanted)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_graphs_of_padding_free_batches_of_trl(tmp_path):
+    pytest.importorskip("flash_attn_2_cuda", reason="flash-attn is not installed")
+    model = build("llama", sizes={"initializer_range": 0.02}).to("cuda", torch.bfloat16)
+    model.config._attn_implementation = "flash_attention_2"
+    other = deepcopy(model)
+    lorakernels.apply(model)
+    lorakernels.apply(other)
+    kwargs = {"device": "cuda", "bf16": True, "padding_free": True, "max_length": None, "eval_strategy": "no"}
+    trainer = lorakernels.captured(sft_trainer_of(model, tmp_path / "a", **kwargs), buckets=(16, 24, 32))
+    got, wanted = history(trainer), history(sft_trainer_of(other, tmp_path / "b", **kwargs))
+    status = trainer.capture.status()
+    assert {graph.masks for graph in status.graphs} == {"by segments"} and status.replays > 8, str(status)
+    losses = [[e["loss"] for e in h if "loss" in e] for h in (got, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
