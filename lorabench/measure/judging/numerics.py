@@ -115,7 +115,8 @@ def one_pass(arm: Arm, step: Step, backward: bool = True) -> tuple[float, dict[s
         if backward:
             step.backward(part)
         loss += step.innermost.loss_of(part.detach())
-        others |= step.innermost.compared(part)
+        if backward:
+            others |= step.innermost.compared(part)
         del part  # or its graph would be held beside the next one's
     return arm.ranks.total(loss), arm.gradients(step) | others
 
