@@ -72,8 +72,9 @@ def draw(workload: Workload, vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
-def every(workload: Workload, spec: ModelSpec) -> list[Sample]:
-    """All rows of a text of which something is trained within seq_len, in their order. Raises WorkloadError."""
+def every(workload: Workload, spec: ModelSpec) -> tuple[list[Sample], int]:
+    """All rows of a text of which something is trained within seq_len, in their order, and how many others there are.
+    Raises WorkloadError."""
     rows, config = rows_of(workload), spec.hf_config()
     fields, form = find(rows, workload.fields)
     most = getattr(config, "max_position_embeddings", None) or workload.seq_len
@@ -89,7 +90,7 @@ def every(workload: Workload, spec: ModelSpec) -> list[Sample]:
         raise WorkloadError(
             f"the tokenizer {whole.tokenizer} has tokens above the model's vocabulary {config.vocab_size}"
         )
-    return samples
+    return samples, len(rows) - len(samples)
 
 
 def check_file(workload: Workload) -> None:

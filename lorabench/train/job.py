@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,9 @@ class Progress:
 
 @dataclass
 class Training:
-    """A job. `samples` are those that are trained on, `held_out` those of its early stop."""
+    """A job. `samples` are those that are trained on, `held_out` those of its early stop, `rows` a fingerprint of both:
+    which ones a step has follows from its number as long as they are the same. `left_out`: how many rows have nothing
+    to train on."""
 
     entry: Entry
     job: Job
@@ -43,6 +46,8 @@ class Training:
     parameters: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     micro_batch_size: int
+    rows: str
+    left_out: int
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class Training:
         self.rate.step()
         self.progress.step += 1
         self.progress.loss = loss
-        if self.progress.step == self.steps:
+        if self.progress.step >= self.steps:
             self.progress.status = DONE
 
     @property
@@ -104,6 +109,15 @@ def steps_of(entry: Entry, rows: int) -> int:
     """Of the whole job, over so many rows."""
     most = max(1, math.ceil(entry.epochs * math.ceil(rows / entry.batch_size)))
     return most if entry.steps is None else min(most, entry.steps)
+
+
+def fingerprint(*parts: Sequence[Sample]) -> str:
+    """Of the tokens and labels of all samples, in their order."""
+    found = hashlib.sha256()
+    for part in parts:
+        for sample in part:
+            found.update(np.array([len(sample.tokens), *sample.tokens, *sample.labels], dtype=np.int64).tobytes())
+    return found.hexdigest()[:16]
 
 
 def check(entry: Entry, rows: int) -> None:

@@ -18,7 +18,7 @@ from lorabench.plan import architecture, samples, weights
 from lorabench.plan.jobs_file import AUTO, Entry, JobsFile, JobsFileError, budgets, text_of
 from lorabench.plan.jobs_file import toggles as toggles_of
 from lorabench.train import base, state
-from lorabench.train.job import Training, check, parted
+from lorabench.train.job import Training, check, fingerprint, parted
 from lorabench.train.trainer import Told, Trainer
 
 Parted = tuple[list[Sample], list[Sample]]
@@ -33,6 +33,7 @@ class Setup:
         architecture.check(self.spec, [own.lora for own in self.adapted.values()])
         weights.check(self.spec)
         base.check_names(self.adapted, architecture.skeleton(self.spec, layers=1))
+        self.left_out: dict[str, int] = {}  # rows without anything to train on
         self.samples: dict[str, Parted] = {entry.name: self._samples(entry) for entry in file.jobs}
         self._check_budgets()
         self.dtype = machine.dtype(file.dtype)
@@ -40,12 +41,15 @@ class Setup:
             "model": self.spec.name, "weights": self.spec.weights, "files": self.spec.fingerprint, "dtype": self.dtype,
         }  # fmt: skip
         self.saved = state.read(file.output)
-        state.check(file.output, self.saved, self.base, {e.name: e.model_dump(mode="json") for e in file.jobs})
+        entries = {entry.name: entry.model_dump(mode="json") for entry in file.jobs}
+        self.rows = {name: fingerprint(*parts) for name, parts in self.samples.items()}
+        state.check(file.output, self.saved, self.base, entries, self.rows)
 
     def _samples(self, entry: Entry) -> Parted:
         try:
             torch.nn.ModuleDict({entry.name: torch.nn.Identity()})  # by which PEFT holds an adapter
-            found = parted(samples.every(text_of(entry), self.spec), entry)
+            own, self.left_out[entry.name] = samples.every(text_of(entry), self.spec)
+            found = parted(own, entry)
             check(entry, len(found[0]))
             return found
         except (KeyError, ValueError) as error:
@@ -98,7 +102,8 @@ class Setup:
         job = Job(entry.name, entry.name, text_of(entry), spec.lora, entry.learning_rate, entry.seed)
         train, held_out = self.samples[entry.name]
         size = entry.micro_batch_size or entry.batch_size
-        return Training(entry, job, train, held_out, parameters, optimizer, size)
+        rows, left_out = self.rows[entry.name], self.left_out[entry.name]
+        return Training(entry, job, train, held_out, parameters, optimizer, size, rows, left_out)
 
 
 def first_that_can(

@@ -62,7 +62,7 @@ def save(
                 else:
                     plain.setdefault(str(index), {})[key] = value
         told[job.name] = {
-            "entry": job.entry.model_dump(mode="json"), "progress": asdict(job.progress),
+            "entry": job.entry.model_dump(mode="json"), "rows": job.rows, "progress": asdict(job.progress),
             "rate": job.rate.state_dict(), "rates": job.rate.get_last_lr(), "plain": plain,
         }  # fmt: skip
     header = {"lorabench": json.dumps({"schema": 1, "tick": tick, "base": dict(base), "jobs": told})}
@@ -87,9 +87,11 @@ def read(folder: Path) -> Saved | None:
         raise StateError(f"{path} cannot be read: {first_line(error)}; expected what lorabench jobs wrote") from None
 
 
-def check(folder: Path, saved: Saved | None, base: Mapping[str, Any], jobs: Mapping[str, Any]) -> None:
-    """Whether these jobs (their entries, by name) can go on from what is saved, and write over nothing that it does not
-    hold. Raises StateError."""
+def check(
+    folder: Path, saved: Saved | None, base: Mapping[str, Any], jobs: Mapping[str, Any], rows: Mapping[str, str]
+) -> None:  # fmt: skip
+    """Whether these jobs (their entries, and the fingerprints of their rows, by name) can go on from what is saved, and
+    write over nothing that it does not hold. Raises StateError."""
     if saved is None and (folder / RECORDS).exists():
         raise StateError(f"{folder} has the {RECORDS} of a sweep; expected another output")
     unknown = [folder / ADAPTERS / name for name in jobs if saved is None or name not in saved.jobs]
@@ -109,12 +111,16 @@ def check(folder: Path, saved: Saved | None, base: Mapping[str, Any], jobs: Mapp
     for name, entry in jobs.items():
         if (before := saved.jobs.get(name)) is None or not before["progress"]["step"]:
             continue
+        begun = f"job {name} has made {before['progress']['step']} steps with"
         changed = [key for key in entry if key not in MAY_CHANGE and before["entry"].get(key) != entry[key]]
         if changed:
-            key, steps = changed[0], before["progress"]["step"]
             raise StateError(
-                f"job {name} has made {steps} steps with {key} {before['entry'].get(key)}, not {entry[key]}; expected "
-                "the entry as it was, another name or another output"
+                f"{begun} {changed[0]} {before['entry'].get(changed[0])}, not {entry[changed[0]]}; expected the entry "
+                "as it was, another name or another output"
+            )
+        if before.get("rows", rows[name]) != rows[name]:
+            raise StateError(
+                f"{begun} other rows than {entry['data']} has now; expected those, another name or another output"
             )
 
 

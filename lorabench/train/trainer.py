@@ -85,7 +85,9 @@ class Trainer:
         for job in here:
             if job.progress.status != RUNNING:
                 job.progress.status = RUNNING
-                self.tell(f"{job.name} begins: {counted(job.steps, 'step')} over {counted(len(job.samples), 'row')}")
+                rows = counted(len(job.samples), "row")
+                left = f", without {job.left_out} that have nothing to train on" if job.left_out else ""
+                self.tell(f"{job.name} begins: {counted(job.steps, 'step')} over {rows}{left}")
         return here
 
     def _tick(self, here: list[Training]) -> None:

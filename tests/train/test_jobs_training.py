@@ -394,6 +394,26 @@ def test_a_job_that_has_begun_keeps_its_entry(texts, change, says):
     trainer(file(texts, QUICK, SLOW | {"arrives_after": 3}))
 
 
+@pytest.mark.parametrize("change", ["fewer", "another order", "another answer"])
+def test_a_job_that_has_begun_keeps_its_rows(texts, change):
+    """Which rows a step has follows from its number: over others some would be trained twice, and others never."""
+    path = texts / "mixed.jsonl"
+    rows = path.read_text().splitlines()
+    trained(file(texts, QUICK, SLOW | {"data": str(texts / "other.jsonl")}))
+    new = {"fewer": rows[:3], "another order": rows[::-1], "another answer": [*rows[:-1], rows[-1].replace("so", "no")]}
+    path.write_text("\n".join(new[change]))
+    with pytest.raises(state.StateError, match=r"quick has made 5 steps with other rows than .*mixed.jsonl has now"):
+        trainer(file(texts, QUICK, SLOW | {"data": str(texts / "other.jsonl")}))
+    trainer(file(texts, SLOW | {"data": str(texts / "other.jsonl")}))
+
+
+def test_rows_without_anything_to_train_on_are_counted(texts):
+    with open(texts / "mixed.jsonl", "a", encoding="utf-8") as text:
+        text.write(json.dumps({"prompt": "What " * 3000, "completion": "It is"}) + "\n")
+    trained(file(texts, QUICK), told=(told := []))
+    assert "quick begins: 5 steps over 8 rows, without 1 that have nothing to train on" in told
+
+
 def test_the_state_of_another_model_is_refused(texts):
     trained(file(texts, QUICK))
     with pytest.raises(state.StateError, match="trained with dtype float32, not bfloat16; expected another output"):
