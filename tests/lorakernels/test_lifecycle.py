@@ -98,6 +98,8 @@ def test_apply_under_and_inside_a_wrapper():
     for function in (lorakernels.apply, lorakernels.remove):
         with pytest.raises(TypeError, match="takes a model"):
             function(None)
+    with pytest.raises(TypeError, match="mlp takes True or False, not 'no'"):
+        lorakernels.apply(model, mlp="no")
 
 
 def test_copies_that_peft_makes_of_our_modules():

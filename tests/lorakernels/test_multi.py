@@ -181,6 +181,12 @@ def test_what_cannot_be_is_refused_in_one_line(fused):
         lorakernels.apply_multi(model(use_dora=True))
     with pytest.raises(ValueError, match="no Linear without a bias"):
         lorakernels.apply_multi(model(lora_bias=True))
+    wholes = {"modules_to_save": (["lm_head"], "ModulesToSave"), "trainable_token_indices": ([1, 2], "TrainableTokens")}
+    for name, (whole, wrapper) in wholes.items():
+        with pytest.raises(
+            ValueError, match=f"PEFT's {wrapper}Wrapper trains it for first, second, third, for all rows"
+        ):
+            lorakernels.apply_multi(model(**{name: whole}), fused=fused)
     jobs = lorakernels.apply_multi(ours, fused=fused)
     with pytest.raises(ValueError, match="replaced forward"):
         lorakernels.apply_multi(ours, fused=fused)

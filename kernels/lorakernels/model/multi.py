@@ -154,7 +154,8 @@ def apply_multi(
             f"adapters {', '.join(names) or 'none'}: expected some of {', '.join(there) or 'none'}, each once"
         )
     jobs = MultiAdapters(model, names)
-    for name, module in found.items():
+    whole = {name: module for name, module in model.named_modules() if hasattr(module, "original_module")}
+    for name, module in (found | whole).items():
         if reason := _why_not(module, names):
             raise ValueError(f"{name}: {reason}; expected plain LoRA on a linear, so that each row has its own adapter")
     if fused:
@@ -172,7 +173,10 @@ def apply_multi(
 
 
 def _why_not(module: Any, names: Sequence[str]) -> str | None:
-    """Why the rows of a layer with LoRA cannot have an adapter each, or None."""
+    """Why the rows of a layer with LoRA, or of one that PEFT trains whole, cannot have an adapter each, or None."""
+    if hasattr(module, "original_module"):
+        mine = sorted(set(names) & module._get_available_adapters())
+        return f"PEFT's {type(module).__name__} trains it for {', '.join(mine)}, for all rows" if mine else None
     if not type(module).__module__.startswith("peft.tuners.lora") or not hasattr(module, "lora_dropout"):
         return f"{type(module).__name__} is not PEFT's LoRA linear"
     if not is_unhooked(module):

@@ -386,7 +386,7 @@ def _check_backends(names: str | Sequence[str] | None) -> tuple[str, ...] | None
 def apply(
     model: Any, *, mlp: bool = True, qkv: bool = True, o: bool = True, rms_norm: bool = True, rope: bool = True,
     linear_cross_entropy: bool = True, linear: bool = True, one_gemm: bool = True, merge_projections: bool = True,
-    fp8: bool = False, fp8_attention: bool = True, fp8_except: Sequence[str] = (),
+    fp8: bool = False, fp8_attention: bool = True, fp8_except: str | Sequence[str] = (),
     sdpa_backends: str | tuple[str, ...] | list[str] | None = None, long_context: bool | LongContext = False,
     jobs: Jobs | None = None,
 ) -> Report:  # fmt: skip
@@ -400,9 +400,9 @@ def apply(
     sdpa_backends: an order of "cudnn", "flash", "efficient", "math" to pin where attention is plain causal SDPA without
     a mask; None leaves torch's choice. long_context: decoder layers keep their input and attention's result alone and
     are made again in backward (`LongContext` has the options). jobs: `apply_multi` gives them, of rows that have
-    several adapters. Raises TypeError where model is none, ValueError at an unknown backend or a name in fp8_except
-    that no module has, and where long_context has not the parts of a layer, meets jobs, or the model checkpoints
-    already, RuntimeError where `apply` was called before.
+    several adapters. Raises TypeError where model is none or a switch no bool, ValueError at an unknown backend or a
+    name in fp8_except that no module has, and where long_context has not the parts of a layer, meets jobs, or the model
+    checkpoints already, RuntimeError where `apply` was called before.
     """
     _check_model(model, "apply")
     long = LongContext.of(long_context)
@@ -417,7 +417,7 @@ def apply(
     switches = Switches(
         mlp=mlp, qkv=qkv, o=o, rms_norm=rms_norm, rope=rope, linear_cross_entropy=linear_cross_entropy, linear=linear,
         one_gemm=one_gemm, merge_projections=merge_projections, fp8=fp8, fp8_attention=fp8_attention,
-        fp8_except=tuple(fp8_except),
+        fp8_except=(fp8_except,) if isinstance(fp8_except, str) else tuple(fp8_except),
         sdpa_backends=_check_backends(sdpa_backends), long_context=long, jobs=jobs,
     )  # fmt: skip
     modules = list(model.named_modules())

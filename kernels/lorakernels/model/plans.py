@@ -7,7 +7,7 @@ class's own forward runs, which is PEFT's.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +41,11 @@ class Switches:
     long_context: LongContext | None = None
     jobs: Jobs | None = None  # whose rows are of several adapters
     shared: frozenset[int] = frozenset()  # the ids of weights that several modules of the model have
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(given := getattr(self, field.name), bool):
+                raise TypeError(f"{field.name} takes True or False, not {given!r}")
 
 
 class Linears:
