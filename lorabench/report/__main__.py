@@ -38,13 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = Console()
     console.print(f"reading {folder} …", highlight=False, markup=False, style="dim", soft_wrap=True)
-    if (folder / JOURNAL).exists():
-        with contextlib.suppress(StoreError), Store(folder) as store:  # else the sweep that writes there still runs
-            if (rounds := kept(store)) is not None:
-                console.print(f"a sweep was ended after {rounds} rounds of a family: they are kept", highlight=False)
     from lorabench.report.write import Report  # only now: pandas, scipy and matplotlib take seconds
 
     try:
+        if (folder / JOURNAL).exists():
+            with contextlib.suppress(StoreError), Store(folder) as store:  # else the sweep that writes there still runs
+                if (rounds := kept(store)) is not None:
+                    words = f"a sweep was ended after {rounds} rounds of a family: they are kept"
+                    console.print(words, highlight=False)
         report = Report.of(folder, asked.against)
         if not report.analysis.arms:
             raise RecordError(f"{folder / RECORDS} has no record; expected one at least (no report was written)")

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorabench.contract.hooks import first_line
 from lorabench.record.schema import INTERRUPTED, UNCHECKED, ArmRecord
-from lorabench.record.store import Store
+from lorabench.record.store import RecordError, Store
 
 JOURNAL = "rounds.jsonl"
 
@@ -58,34 +59,43 @@ class Journal:
 
     def recovered(self) -> list[ArmRecord]:
         """The records of a family whose sweep was killed in its rounds; none where there is nothing of use. A last line
-        that was cut off is left out."""
+        that was cut off is left out. Raises RecordError for what no sweep has written."""
         if not self.path.is_file():
             return []
-        lines: list[dict[str, Any]] = []
-        for line in self.path.read_text(errors="replace").split("\n")[:-1]:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-        if not lines or "arms" not in lines[0]:
-            return []
-        arms = {arm["arm"]: arm for arm in lines[0]["arms"]}
-        before = {name: len(arm.get("rounds", [])) for name, arm in arms.items()}
-        rounds = [line for line in lines[1:] if "round" in line]
-        for line in rounds:
-            for name, turns in line["turns"].items():
-                for seat, phases in turns:
-                    _add(arms[name], line["round"], seat, phases)
-        for line in lines[1:]:
-            if "left" in line:
-                arms[line["left"]] |= {"status": line["status"], "reason": line["reason"], "phases": {}}
-                arms[line["left"]] |= {"rounds": [], "seats": []}
-        for name, arm in arms.items():
-            whole = before[name] >= lines[0]["planned"]  # in a block before
-            if len(arm.get("rounds", [])) > before[name] and not whole:
-                arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds), UNCHECKED: True}
-        found = [arm for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
-        return [ArmRecord.model_validate(arm) for arm in found]
+        try:
+            return _records(self.path.read_text(errors="replace").split("\n")[:-1])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            words = f"{type(error).__name__}: {first_line(error)}"
+            raise RecordError(f"{self.path} cannot be read: {words}; expected what a sweep wrote, or no file") from None
+
+
+def _records(written: Sequence[str]) -> list[ArmRecord]:
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(written, start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            if number < len(written):
+                raise
+    if not lines or "arms" not in lines[0]:
+        return []
+    arms = {arm["arm"]: arm for arm in lines[0]["arms"]}
+    before = {name: len(arm.get("rounds", [])) for name, arm in arms.items()}
+    rounds = [line for line in lines[1:] if "round" in line]
+    for line in rounds:
+        for name, turns in line["turns"].items():
+            for seat, phases in turns:
+                _add(arms[name], line["round"], seat, phases)
+    for line in lines[1:]:
+        if "left" in line:
+            arms[line["left"]] |= {"status": line["status"], "reason": line["reason"], "phases": {}}
+            arms[line["left"]] |= {"rounds": [], "seats": []}
+    for name, arm in arms.items():
+        whole = before[name] >= lines[0]["planned"]  # in a block before
+        if len(arm.get("rounds", [])) > before[name] and not whole:
+            arm["notes"] = {**arm.get("notes", {}), INTERRUPTED: len(rounds), UNCHECKED: True}
+    found = [arm for arm in arms.values() if arm.get("rounds") or arm["status"] != "ok"]
+    return [ArmRecord.model_validate(arm) for arm in found]
 
 
 def kept(store: Store, without: Container[str] = ()) -> int | None:

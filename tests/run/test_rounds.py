@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from lorabench.measure.seat import Failed, Ready
 from lorabench.measure.trial import MOST_TRIALS
 from lorabench.record.pairs import Siblings
 from lorabench.record.schema import INTERRUPTED, ArmRecord
+from lorabench.record.store import RecordError
 from lorabench.run.entries import LEAST_ROUNDS, NO_TIME, UNLIMITED, Limits
 from lorabench.run.journal import JOURNAL, Journal, Turn
 from lorabench.run.process import Lost
@@ -335,6 +337,14 @@ def test_finished_rounds_are_in_the_journal_and_become_records(tmp_path):
     assert [line["round"] for line in whole[1:]] == list(range(9))
     with open(tmp_path / JOURNAL, "a") as file:
         file.write('{"round": 9, "turns": {"refer')  # cut off
+    text = (tmp_path / JOURNAL).read_text()
+    third = '{"round": 3'
+    spoilt = [text.replace(third, "%" + third), text.replace(third, "[3], " + third), text.replace('{"ref', '{"no_ref')]
+    for odd in (*spoilt, re.sub(r"(\d+\.\d+)}", r"-\1}", text)):
+        (tmp_path / JOURNAL).write_text(odd)
+        with pytest.raises(RecordError, match=r"^\S*rounds.jsonl cannot be read: .*; expected what a sweep wrote"):
+            journal.recovered()
+    (tmp_path / JOURNAL).write_text(text)
     recovered = {record.arm: record for record in Journal(tmp_path).recovered()}
     assert len(recovered) == 5 and all(r.rounds == list(range(9)) for r in recovered.values())
     assert recovered["eager"].notes[INTERRUPTED] == 9
