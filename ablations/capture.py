@@ -22,6 +22,7 @@ class CudaGraph(Ablation):
     requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     worth_trying: ClassVar[Worth | None] = "time"
+    one_step: ClassVar[bool] = True
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def collate(self, batch: Batch) -> Batch:

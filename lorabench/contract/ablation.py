@@ -172,6 +172,7 @@ class Ablation:
     leaves_out: ClassVar[bool] = False  # `divide` leaves modules out and all else as it is: arms may share the rest
     process_a_job: ClassVar[bool] = False  # with `parallel`: on one process a job of the workload, all on the first GPU
     tolerance: ClassVar[Tolerance | None] = None
+    one_step: ClassVar[bool] = False  # its `step` is for the same shapes again and again: no way to train to the end
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
     # Whether `lorabench recommend` tries it unasked: always ("time"), where memory asks for it ("memory"), no.
     worth_trying: ClassVar[Worth | None] = None

@@ -178,8 +178,8 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
     for toggle in made:
         if isinstance(toggle, Faulty):
             raise NameUnknown(toggle.fault)
-        if toggle.parallel or file._config().kind not in toggle.kinds:
-            raise NameUnknown(f"{toggle.name} is no toggle for training on one device; leave it out of ablations")
+        if toggle.parallel or toggle.one_step or file._config().kind not in toggle.kinds:
+            raise NameUnknown(f"{toggle.name} is no toggle for jobs that train on one device; leave it out of ablations")
     if reason := conflict(made):
         raise NameUnknown(f"way, scheduler and ablations: {reason}")
     return tuple(made)
