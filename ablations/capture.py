@@ -22,7 +22,6 @@ class CudaGraph(Ablation):
     requires: ClassVar[Requires] = Requires(device="cuda", capability=(7, 0))
     kinds: ClassVar[tuple[str, ...]] = ("train", "op")
     worth_trying: ClassVar[Worth | None] = "time"
-    one_step: ClassVar[bool] = True
     rank: ClassVar[int] = 100  # outermost: it captures whatever the other toggles made of the step
 
     def collate(self, batch: Batch) -> Batch:
@@ -51,6 +50,13 @@ class CudaGraph(Ablation):
 
         captured = CapturedJoint if isinstance(step.innermost, Joint) else CapturedStep
         return captured(step, CudaGraphs(next(step.model.parameters()).device))
+
+    def training(self, step: Step) -> Step:
+        from .captured_training import CapturedTraining
+
+        if not isinstance(step.innermost, Joint):
+            raise Unsupported("cuda_graph trains jobs that share micro-batches; expected way: fused_multi_lora, say")
+        return CapturedTraining(step)
 
     def audit(self, evidence: Evidence) -> int:
         return sum(len(getattr(step, "graphs", ())) for step in evidence.arm.stepped)

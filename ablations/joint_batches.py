@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,6 +139,20 @@ def _padded(batch: Batch, width: int) -> Batch:
         "attention_mask": F.pad(mask, more), OWN_WIDTH: own,
     }  # fmt: skip
     return Batch(inputs, batch.real, rows * width - batch.real, batch.trained)
+
+
+def bucketed(batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of several jobs, all as wide as the bucket that holds the widest, without a mask: what is padded on the
+    right comes behind all that is real."""
+    from lorakernels.capturing.inputs import BUCKETS, bucket_of
+
+    if any("position_ids" in batch.inputs for batch in batches):
+        raise Unsupported("the jobs' rows are packed, and each step of such rows would be a graph of its own")
+    widest = max(batch.inputs["input_ids"].shape[1] for batch in batches)
+    if (width := bucket_of(widest)) is None:
+        raise Unsupported(f"a sample of {widest} tokens is longer than the largest bucket, {max(BUCKETS)}")
+    made = [_padded(batch, width) for batch in batches]
+    return [replace(b, inputs={n: b.inputs[n] for n in ("input_ids", "labels")}) for b in made]
 
 
 def flat(batches: Sequence[Batch]) -> list[Batch]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.joint import Joint, Place
 from lorabench.contract.step import Step
-from lorabench_ablations.joint_batches import OWN_WIDTH, evenly, flat, samples_of, shared_out, widened
+from lorabench_ablations.joint_batches import OWN_WIDTH, bucketed, evenly, flat, samples_of, shared_out, widened
 
 
 class Part(NamedTuple):
@@ -48,7 +48,8 @@ class Router(Protocol):
 class JointStep(Joint):
     """Packed: samples end to end in one row, positions starting again at each, which keeps attention inside a sample;
     samples that are all of one length lie side by side instead. Else every row is padded to the longest of all. With
-    `tokens` the samples are shared out anew over micro-batches of at most so many positions.
+    `tokens` the samples are shared out anew over micro-batches of at most so many positions. Where `buckets` is on,
+    which a captured training has, rows are padded to one of a few lengths in either case.
 
     Not `looks`: for as long as that is so, nothing is looked at on the host, which a captured step does in between by
     `looked_at` and `settle`.
@@ -59,14 +60,20 @@ class JointStep(Joint):
     def __init__(self, steps: Sequence[Step], router: Router, *, packed: bool, tokens: int | None = None) -> None:
         super().__init__(steps)
         self.router, self.packed, self.tokens = router, packed, tokens
+        self.buckets = False
         self._items: Tensor | None = None
+
+    @property
+    def padded(self) -> bool:
+        return self.buckets or not self.packed
 
     def trained(self, job: int) -> list[Tensor]:
         """What a job's optimizer updates in this process."""
         return [p for group in self.steps[job].optimizer.param_groups for p in group["params"]]
 
     def lay_out(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]]:
-        return self._beside(self._shared(batches) or batches, flat if self.packed else widened)
+        lay = bucketed if self.buckets else flat if self.packed else widened
+        return self._beside(self._shared(batches) or batches, lay)
 
     def _shared(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]] | None:
         """Each job's batches, of the samples that the schedule puts into one micro-batch, with `places` set; None where
@@ -93,8 +100,8 @@ class JointStep(Joint):
 
     def _schedule(self, lengths: Sequence[Sequence[int]]) -> list[list[Place]] | None:
         if self.tokens is not None:
-            return evenly(lengths, self.tokens, self.packed)
-        return self.schedule(lengths, not self.packed, self.capacity and self.capacity.tokens)
+            return evenly(lengths, self.tokens, not self.padded)
+        return self.schedule(lengths, self.padded, self.capacity and self.capacity.tokens)
 
     def joined(self, batches: Sequence[Batch | None]) -> Batch:
         there = [(i, batch) for i, batch in enumerate(batches) if batch is not None]

@@ -24,7 +24,7 @@ part e $(files lora_grad)
 part f $(files concat_operand)
 part g $(files swiglu)  # what a part compiles it compiles on one core
 part l $(files long_context offloaded quantize_rows quantized_glu)
-part h $(files capture_graphs capture_trainer)
+part h $(files capture_graphs capture_trainer) tests/train
 part j -v tests/test_every_toggle.py -k steps-  # one sweep of sixty arms
 part m -v tests/test_every_toggle.py -k 'not steps-'
 part k tests/run/test_ranks.py  # of two GPUs

@@ -172,7 +172,6 @@ class Ablation:
     leaves_out: ClassVar[bool] = False  # `divide` leaves modules out and all else as it is: arms may share the rest
     process_a_job: ClassVar[bool] = False  # with `parallel`: on one process a job of the workload, all on the first GPU
     tolerance: ClassVar[Tolerance | None] = None
-    one_step: ClassVar[bool] = False  # its `step` is for the same shapes again and again: no way to train to the end
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
     # Whether `lorabench recommend` tries it unasked: always ("time"), where memory asks for it ("memory"), no.
     worth_trying: ClassVar[Worth | None] = None
@@ -241,6 +240,11 @@ class Ablation:
     def step(self, step: Step) -> Step:
         """Wrap forward, backward and update (autocast, compilation, capture, a context)."""
         return step
+
+    def training(self, step: Step) -> Step:
+        """The same for jobs that train to their end, whose batches are others in every step. Overridden by what `step`
+        cannot wrap then."""
+        return self.step(step)
 
     def size(self, rehearsal: Rehearsal) -> Sizing | None:
         """How many samples go into a micro-batch, found by running steps of the finished arm: `batch` is then asked

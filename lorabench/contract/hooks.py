@@ -123,6 +123,7 @@ EXPECTED: dict[Hook, Answer] = {
     Ablation.join: Answer("a list of steps, or None", _or_none(_is_filled_list)),
     Ablation.schedule: Answer("a list of micro-batches, or None", _or_none(_is_filled_list)),
     Ablation.step: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
+    Ablation.training: Answer("a Step", lambda answer: hasattr(answer, "innermost")),
     Ablation.size: Answer("a Sizing, or None", _or_none(lambda answer: isinstance(answer, Sizing))),
     Ablation.capacity: Answer("a Capacity, or None", _or_none(lambda answer: isinstance(answer, Capacity))),
     Ablation.read: Answer("a WeightsReader, or None", _or_none(lambda answer: isinstance(answer, WeightsReader))),

@@ -64,6 +64,11 @@ class Step:
         """The step without what toggles wrapped around it."""
         return self
 
+    @property
+    def rehearsed(self) -> Step:
+        """The step with which sizes of micro-batches are tried: without what would be captured of each."""
+        return self
+
     def clear(self) -> None:
         """Drop the gradients, for a toggle or a user that runs steps of its own. The harness drops them itself."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -178,7 +178,7 @@ def toggles(file: JobsFile, way: Any) -> tuple[Ablation, ...]:
     for toggle in made:
         if isinstance(toggle, Faulty):
             raise NameUnknown(toggle.fault)
-        if toggle.parallel or toggle.one_step or file._config().kind not in toggle.kinds:
+        if toggle.parallel or file._config().kind not in toggle.kinds:
             raise NameUnknown(f"{toggle.name} is no toggle for jobs that train on one GPU; leave it out of ablations")
     if reason := conflict(made):
         raise NameUnknown(f"way, scheduler and ablations: {reason}")

@@ -25,7 +25,7 @@ class Crew:
         self.hooks, self.jobs, self.device = hooks, list(jobs), device
         self.own = {job.name: Step(model, job.optimizer, (), job=job.job, items=1) for job in jobs}
         turns: list[Step] = hooks.first(Ablation.join, list(self.own.values())) or list(self.own.values())
-        self.turns = [hooks.wrapped(Ablation.step, turn) for turn in turns]
+        self.turns = [hooks.wrapped(Ablation.training, turn) for turn in turns]
         self._untried = joints(self.turns)
 
     def fill(self, samples: Mapping[str, Sequence[Sample]]) -> None:
@@ -52,7 +52,7 @@ class Crew:
     def _find_capacity(self, joint: Joint, names: Sequence[str], layouts: Sequence[list[Batch]]) -> None:
         turn = next(turn for turn in self.turns if turn.innermost is joint)
         room = memory.free(self.device) + memory.allocated(self.device)
-        find_capacity(self.hooks, turn, names, layouts, Path(), held=0, room=room)
+        find_capacity(self.hooks, turn.rehearsed, names, layouts, Path(), held=0, room=room)
 
     @property
     def capacity(self) -> int | None:

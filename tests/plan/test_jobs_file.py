@@ -85,7 +85,6 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"way": "sequential", "scheduler": "fifo"}, "fifo excludes sequential"),
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for jobs that train on one GPU"),
-        ({"ablations": ["cuda_graph"]}, "cuda_graph is no toggle for jobs that train on one GPU"),
         ({"jobs_": []}, "no key named 'jobs_'; did you mean jobs?"),
         ({"output": None}, "output: expected a folder"),
         ({"output": ""}, "output: expected a folder"),
