@@ -50,8 +50,10 @@ class Server:
 
     def __init__(self) -> None:
         name = f"lorabench-sweeps-{os.environ.get(RUN, os.getpid())}"
-        # Ends at once where there is one of that name, and else with this process.
-        self.process = subprocess.Popen([sys.executable, __file__, name], stdin=subprocess.PIPE)
+        # Ends at once where there is one of that name, and else with this process. Libraries may have set variables
+        # behind Python's back (readline does), which no sweep is asked for with.
+        command, known = [sys.executable, __file__, name], dict(os.environ)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=known)
         self.asking = socket.socket(socket.AF_UNIX)
         while self.asking.connect_ex(f"\0{name}"):
             time.sleep(LOOKS_S)
