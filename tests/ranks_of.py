@@ -22,7 +22,7 @@ from lorabench.contract.ranks import ONE, Ranks, whole
 from lorabench.measure import profile
 from lorabench.measure.judging import numerics
 
-STEPS = 5
+STEPS = 3
 
 
 def samples() -> list[Sample]:

@@ -6,7 +6,7 @@ starts a whole command instead. The server of the sweep's workers, which Python 
 for as long again, is a fork of it too: made before the sweep begins, so that nothing of the sweep is in it. (What
 starts a whole command sees to the real one: tests/run/test_faults.py.) The first sweep ends as a command does,
 interpreter and all; the others, and their servers of workers, leave as soon as all that was registered for the end is
-done, which saves two seconds each.
+done, which saves two seconds each. The workers of a run of the tests share one: whoever comes first starts it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,24 @@ IMPORTS = (
 SWEEP = "lorabench.sweep"
 FORKS = not Path("/dev/nvidia0").exists()  # peft may have asked for the GPU, which a fork cannot use then
 LOOKS_S = 0.02  # between two looks at a sweep that runs
-LATER = {"PYTHONPATH", "COLUMNS", "TMPDIR", "PYTEST_CURRENT_TEST"}  # variables that count where they are read
+RUN, WORKER = "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER"
+LATER = {"PYTHONPATH", "COLUMNS", "TMPDIR", "PYTEST_CURRENT_TEST", WORKER}  # variables that count where they are read
 
 
 class Server:
     """The process, asked from here. One sweep at a time."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.environment = dict(os.environ)
+        name = f"lorabench-sweeps-{os.environ.get(RUN, os.getpid())}"
+        # Ends at once where there is one of that name, and else with this process. Libraries may have set variables
+        # behind Python's back (readline does), which no sweep is asked for with.
+        command, known = [sys.executable, __file__, name], dict(os.environ)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=known)
+        self.asking = socket.socket(socket.AF_UNIX)
+        while self.asking.connect_ex(f"\0{name}"):
+            time.sleep(LOOKS_S)
+        self.lines = self.asking.makefile("rw")
+        self.environment = json.loads(self.lines.readline())
 
     def can(self, environment: Mapping[str, str]) -> bool:
         """Whether what it has imported is what a command in that environment would."""
@@ -73,11 +81,10 @@ class Server:
             asked: dict[str, Any] = {"module": module, "arguments": list(arguments), "cwd": str(cwd)}
             asked["environment"] = dict(environment)
             pid = self._answer({**asked, "out": str(out), "err": str(err)})
-            assert self.process.stdout is not None
             deadline = time.monotonic() + timeout
             over = late = False
             while not (over or late or killed_when()):
-                over = bool(select([self.process.stdout], [], [], LOOKS_S)[0])
+                over = bool(select([self.asking], [], [], LOOKS_S)[0])
                 late = not over and time.monotonic() > deadline
             if not over:
                 os.kill(pid, signal.SIGKILL)
@@ -87,11 +94,10 @@ class Server:
             return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
 
     def _answer(self, asked: dict[str, Any] | None = None) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
         if asked is not None:
-            self.process.stdin.write(json.dumps(asked) + "\n")
-            self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+            self.lines.write(json.dumps(asked) + "\n")
+            self.lines.flush()
+        return int(self.lines.readline())
 
 
 class End:
@@ -108,27 +114,48 @@ class End:
 END = End()
 
 
-def serve() -> None:
-    """A line for each sweep: its process's id at its start, its exit code at its end."""
+def listen(name: str) -> None:
+    """Serves whoever asks, each in a fork, until the process that has started this one ends."""
+    asked, environment = socket.socket(socket.AF_UNIX), dict(os.environ)
+    try:
+        asked.bind(f"\0{name}")
+    except OSError:
+        return  # another worker was here first
+    asked.listen()
     atexit.register(END.leave)  # before what the imports register, and so after it
     gc.disable()
-    for name in IMPORTS:
-        importlib.import_module(name)
+    for module in IMPORTS:
+        importlib.import_module(module)
     gc.freeze()  # what was there before a sweep it need not walk
     gc.enable()
+    while sys.stdin not in (ready := select([asked, sys.stdin], [], [])[0]):
+        asker = ready[0].accept()[0]
+        if not os.fork():
+            asked.close()
+            serve(asker, environment)
+        asker.close()
+
+
+def serve(asker: socket.socket, environment: dict[str, str]) -> None:
+    """The environment; then a line for each sweep: its process's id at its start, its exit code at its end. Does not
+    return."""
+    lines = asker.makefile("rw")
+    print(json.dumps(environment), file=lines, flush=True)
     first = True  # of the sweeps, whose end is whole
-    for line in iter(sys.stdin.readline, ""):
+    for line in iter(lines.readline, ""):
         asked = json.loads(line)
         whole = first and asked["module"] == SWEEP
         first = first and not whole
         pid = os.fork()
         if not pid:
+            lines.close(), asker.close()
             if whole:
                 atexit.unregister(END.leave)
                 gc.unfreeze()
             become(**asked)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(pid, file=lines, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=lines, flush=True)
+    raise SystemExit
 
 
 def become(module: str, arguments: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
@@ -197,4 +224,4 @@ def become_fork_server(asked: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    listen(sys.argv[1])

@@ -1,6 +1,7 @@
 """The attention implementations beside SDPA. Their kernels want a GPU: here a plain one stands in for each, which goes
 from segment to segment as they do and leaves their operators' names in the trace."""
 
+import functools
 import re
 import sys
 import types
@@ -121,13 +122,17 @@ def evidence(name, *others, **kwargs):
     return registry.ablation(name), Evidence(made, made.patched[name], ops)
 
 
+@functools.cache
+def fed(name, feed):
+    others, workload = FEEDS[feed]
+    return one_step(arm(name, "adamw", *others, workload=workload))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("feed", FEEDS)
 def test_loss_and_gradients_are_sdpa_s_however_the_samples_are_fed(name, feed, request):
     request.getfixturevalue(NAMES[name])
-    others, workload = FEEDS[feed]
-    plain = one_step(arm("sdpa", "adamw", *others, workload=workload))
-    ours = one_step(arm(name, "adamw", *others, workload=workload))
+    plain, ours = fed("sdpa", feed), fed(name, feed)
     assert ours.loss == pytest.approx(plain.loss, rel=1e-5)
     for tensor, gradient in plain.gradients.items():
         torch.testing.assert_close(ours.gradients[tensor], gradient, rtol=1e-3, atol=1e-7, msg=tensor)

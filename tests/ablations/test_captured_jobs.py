@@ -32,19 +32,20 @@ def captured(wanted):
     return arm, fakes
 
 
+WORKLOADS = {"unequal": UNEQUAL, "once": ONCE, "one length": ONE_LENGTH}
+FAST = {  # gradients that are looked at in a graph of their own, that are not, several joint steps, the update's graph
+    *(("unequal", name) for name in ("batched_packed", "fused_multi_lora", WAYS[-1], GUARDED)),
+    ("once", "fused_multi_lora"),  # without a second micro-batch, which adds to the gradients of the first
+}
+
+
 @pytest.mark.parametrize(
-    "name",  # with gradients that are looked at in a graph of their own, without, and with several joint steps
+    ("name", "workload"),  # samples of one length are one shape out of several; jobs that turn NaN have them below
     [
-        name
-        if name in ("batched_packed", "fused_multi_lora", WAYS[-1], GUARDED)
-        else pytest.param(name, marks=pytest.mark.exhaustive)
+        pytest.param(name, feed, id=f"{which}-{name}", marks=[] if (which, name) in FAST else [pytest.mark.exhaustive])
+        for which, feed in WORKLOADS.items()
         for name in (*WAYS, GROUPED, GUARDED)
     ],
-)
-@pytest.mark.parametrize(
-    "workload",  # samples of one length are one micro-batch's shape out of several; jobs that turn NaN have them below
-    [UNEQUAL, ONCE, pytest.param(ONE_LENGTH, marks=pytest.mark.exhaustive)],
-    ids=["unequal", "once", "one length"],
 )
 def test_replayed_trials_are_those_that_are_not_captured(name, workload):
     wanted = request(name, workload=workload)

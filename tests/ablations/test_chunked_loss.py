@@ -1,6 +1,7 @@
 """Losses without whole logits: each is transformers' loss and gradient, whatever the tiles, the labels and soft caps.
 Sums over trained tokens, one division."""
 
+import functools
 import importlib.util
 
 import pytest
@@ -26,11 +27,15 @@ def family(model):
     return ("eager", *PEFT[1:]) if model == "tiny-gemma2" else PEFT
 
 
+@functools.cache
+def by_transformers(model):
+    return one_step(arm(*family(model), model=model, samples=UNEVEN))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-gemma2"])  # the last caps its logits
 def test_loss_and_gradients_are_transformers_s(way, model):
-    kwargs = {"model": model, "samples": UNEVEN}
-    plain, made = one_step(arm(*family(model), **kwargs)), arm(*family(model), way, **kwargs)
+    plain, made = by_transformers(model), arm(*family(model), way, model=model, samples=UNEVEN)
     ours = one_step(made)
     assert ours.loss == pytest.approx(plain.loss, rel=1e-6)
     for name, gradient in plain.gradients.items():

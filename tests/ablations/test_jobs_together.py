@@ -9,7 +9,7 @@ import torch
 from helpers import InProcess, cells, config, gate_of, only, random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from several_jobs import CPU, ONE_LENGTH, UNEQUAL, alone, audited, build, outcomes, plain, request, same
+from several_jobs import CPU, LAYERS, ONE_LENGTH, UNEQUAL, alone, audited, build, outcomes, plain, request, same
 
 from lorabench.contract.ablation import NotApplied, Unsupported, conflict
 from lorabench.contract.batch import IGNORE, pad
@@ -189,7 +189,7 @@ def test_sequential_is_plain_peft():
 def test_what_the_audit_says():
     assert audited("sequential", request("sequential"))[0] == 3
     sites, notes = audited("batched", request("batched"))
-    assert sites == 3 * 7 and len(notes["joint_batches"]) == 2
+    assert sites == LAYERS * 7 and len(notes["joint_batches"]) == 2
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -451,7 +451,7 @@ OVER_TWO = [  # toggles, and by pipeline the jobs of each micro-batch
 ]
 
 
-STEPS = 5
+STEPS = 3
 
 
 def over_two_pipelines(ranks, which):

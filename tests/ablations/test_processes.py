@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers import MACHINE, cells
-from several_jobs import UNEQUAL, alone, build, outcomes, request
+from several_jobs import LAYERS, UNEQUAL, alone, build, outcomes, request
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Ablation, Evidence, Unsupported, conflict
@@ -51,7 +51,7 @@ def as_alone(ranks):
 def test_every_job_is_as_it_is_alone_and_no_process_has_another_one_s_adapter(tmp_path):
     alone(request("sequential"))  # once, before processes are forked
     answers = on_ranks(3, tmp_path, as_alone)
-    assert answers == [(name, True, True, True, 2 * 7 * 3) for name in ("few", "many", "thin")]
+    assert answers == [(name, True, True, True, 2 * 7 * LAYERS) for name in ("few", "many", "thin")]
 
 
 def audited(ranks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import assert_close, poisoned, strided
+from kernel_checks import assert_close, exhaustive, poisoned, strided
 from lorakernels.ops.concat_operand import (
     LoraColumns,
     ScaledS,
@@ -16,9 +16,12 @@ from lorakernels.ops.concat_operand import (
 )
 from lorakernels.runtime import TILES, tensor_cores
 
+# On a CPU torch computes whatever the tile; make test-all takes each of them to the interpreter and to a GPU.
+EACH_TILE = pytest.mark.parametrize("tile", [*map(exhaustive, TILES), None])
+
 
 @pytest.mark.parametrize("m, n, p", [(1, 1, 1), (37, 70, 5), (33, 64, 16), (5, 30, 130), (4, 8, 0)])
-@pytest.mark.parametrize("tile", [*TILES, None])
+@EACH_TILE
 def test_concat_operand(m, n, p, tile, device, dtype):
     x, a = strided(torch.randn(m, n, device=device).to(dtype)), torch.randn(p, n, device=device).to(dtype)
     for view in (a, a.t().contiguous().t()):
@@ -44,7 +47,7 @@ def test_rows_beyond_the_rank_are_not_read(rank, p, device, dtype):
 
 
 @pytest.mark.parametrize("rank, p", [(1, 1), (3, 20), (16, 64), (40, 48)])
-@pytest.mark.parametrize("tile", [*TILES, None])
+@EACH_TILE
 def test_scaled_s_comes_along(rank, p, tile, device, dtype):
     x, a = torch.randn(37, 70, device=device).to(dtype), torch.zeros(p, 70, device=device, dtype=dtype)
     a[:rank] = torch.randn(rank, 70, device=device)
@@ -57,7 +60,7 @@ def test_scaled_s_comes_along(rank, p, tile, device, dtype):
 
 
 @pytest.mark.parametrize("rank, p", [(1, 1), (3, 20), (16, 64), (40, 48)])
-@pytest.mark.parametrize("tile", [*TILES, None])
+@EACH_TILE
 @pytest.mark.parametrize("behind", [True, False])
 def test_s_of_an_x_that_stays_where_it_is(rank, p, tile, behind, device, dtype):
     a = torch.zeros(p, 70, device=device, dtype=dtype)

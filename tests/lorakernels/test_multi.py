@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 RANKS = {"first": 3, "second": 8, "third": 1}
 FORMS = pytest.mark.parametrize("fused", [False, True], ids=["linears", "fused"])
+FAMILIES = ("llama", "qwen2", "gemma2", "qwen3")
 TAILS = [(dropout, fused) for dropout in (0.0, 0.5) for fused in (False, True)]
 
 
@@ -62,8 +63,10 @@ def alone(made, ids, job, name):
 
 
 @FORMS
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),  # layers that run again are one function's of all families
+    [("llama", True), *((f, False) for f in FAMILIES), *(exhaustive(f, True) for f in FAMILIES[1:])],
+)
 def test_every_row_has_its_own_adapter(family, checkpointing, fused):
     plain, ids = model(family), batch(4, 9)["input_ids"]
     ours = deepcopy(plain)

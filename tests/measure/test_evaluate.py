@@ -27,7 +27,7 @@ from lorabench.run.runner import Runner
 CPU = torch.device("cpu")
 LOSS_ALONE = "reference=[sdpa,no_text_metrics]"
 FEW = "{text_metrics:{max_new_tokens:4,samples:1,metrics:[bleu,rougeL]}}"
-METRICS = "{text_metrics:{max_new_tokens:10,samples:2,metrics:[bleu,rougeL]}}"
+METRICS = "{text_metrics:{max_new_tokens:6,samples:2,metrics:[bleu,rougeL]}}"
 
 
 def planned(*overrides):
@@ -222,18 +222,18 @@ class Scores(Cheat):
     rank = -1
 
     def text_metrics(self):
-        return Flattering(names=("bleu", "rougeL"), samples=2, max_new_tokens=10)
+        return Flattering(names=("bleu", "rougeL"), samples=2, max_new_tokens=6)
 
 
 @pytest.mark.parametrize(
     ("cheat", "says", "dtype"),
     [
-        pytest.param(OneWrongToken(), "first token 10 of the answer to", torch.float32, marks=pytest.mark.exhaustive),
-        (OneWrongToken(), "first token 10 of the answer to", torch.bfloat16),
+        pytest.param(OneWrongToken(), "first token 6 of the answer to", torch.float32, marks=pytest.mark.exhaustive),
+        (OneWrongToken(), "first token 6 of the answer to", torch.bfloat16),
         (Sampling(), "of the answer to", torch.bfloat16),
-        (FewerTokens(), "has 3 tokens, expected 10", torch.float32),
+        (FewerTokens(), "has 3 tokens, expected 6", torch.float32),
         (FirstAnswersAgain(), "of the answer to validation of trial 1", torch.float32),
-        (ShorterByItsHook(), "has 4 tokens, expected 10", torch.float32),
+        (ShorterByItsHook(), "has 4 tokens, expected 6", torch.float32),
         (Scores(), "where the reference has", torch.float32),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Ablation) else "",

@@ -55,8 +55,8 @@ def overlapping(figure):
 
 
 @pytest.mark.parametrize(
-    "folder",  # in make test every sixth: neighbours have figures of one kind
-    [pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] * bool(n % 6)) for n, f in enumerate(FOLDERS)],
+    "folder",  # in make test every twelfth: neighbours have figures of one kind
+    [pytest.param(f, id=f.name, marks=[pytest.mark.exhaustive] * bool(n % 12)) for n, f in enumerate(FOLDERS)],
 )
 def test_no_label_lies_over_another_or_leaves_its_figure(folder):
     found = figures(Analysis.read(folder))
