@@ -41,6 +41,7 @@ IMPORTS = (
 SWEEP = "lorabench.sweep"
 FORKS = not Path("/dev/nvidia0").exists()  # peft may have asked for the GPU, which a fork cannot use then
 LOOKS_S = 0.02  # between two looks at a sweep that runs
+STARTS_S = 300.0  # in which a server has imported, on a machine however busy
 RUN, WORKER = "PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER"
 LATER = {"PYTHONPATH", "COLUMNS", "TMPDIR", "PYTEST_CURRENT_TEST", WORKER}  # variables that count where they are read
 
@@ -54,8 +55,9 @@ class Server:
         # behind Python's back (readline does), which no sweep is asked for with.
         command, known = [sys.executable, __file__, name], dict(os.environ)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=known)
-        self.asking = socket.socket(socket.AF_UNIX)
+        self.asking, late = socket.socket(socket.AF_UNIX), time.monotonic() + STARTS_S
         while self.asking.connect_ex(f"\0{name}"):
+            assert time.monotonic() < late, "no server of sweeps has started"
             time.sleep(LOOKS_S)
         self.lines = self.asking.makefile("rw")
         self.environment = json.loads(self.lines.readline())
