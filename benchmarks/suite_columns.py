@@ -15,7 +15,8 @@ JOBS = (cells.TIME, cells.WHOLE, cells.MEMORY, cells.THROUGHPUT, cells.PADDING) 
 SUITES: dict[str, Sequence[str]] = {
     **dict.fromkeys(("attention", "attention_fa4"), ALONE),
     **{f"attention_packed{one}": ALONE for one in ("", "_fa4", "_segments", "_wikisum")},
-    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing", "packing", "packing_1_7b"), STEPS),
+    **dict.fromkeys(("auto_batch_size", "checkpointing", "h100/checkpointing"), STEPS),
+    **dict.fromkeys(("packing", "packing_1_7b", "packed_captured"), STEPS),
     **dict.fromkeys(("guide_135m", "guide_loss", "h100/guide_loss", "guide_memory", "guide_time"), STEPS),
     **dict.fromkeys(("guide_fits", "guide_packing", "guide_rest", "guide_tiled", "compiled_layers"), STEPS),
     **dict.fromkeys(("attention_packed_steps", "attention_packed_steps_fa4"), STEPS),
@@ -30,6 +31,7 @@ SUITES: dict[str, Sequence[str]] = {
     **{f"lorafusion_pipeline{one}": JOBS for one in ("", "_70b", "_70b_ours", "_70b_setting", "_kernels")},
     **{f"lorafusion_pipeline_{one}": JOBS for one in ("ours", "short_rows", "three", "two_adapters", "one_adapter")},
     **{f"lorafusion_{one}": JOBS for one in ("jobs", "jobs_cnn", "jobs_large", "jobs_wikisum", "over_mlora")},
+    **{f"lorafusion_jobs_{one}": JOBS for one in ("heterogeneous", "mixed")},
     **{f"long_context_{one}": STEPS for one in ("8k", "8k_peers", "8k_unsloth", "32k", "64k", "128k")},
     "optimizers": (cells.times("step"), cells.TIME, cells.WHOLE),
     **dict.fromkeys(("prequantized_loading", "prequantized_loading_one_thread"), READ),
