@@ -125,10 +125,9 @@ class Siblings:
         return [a for a in others if a.status != "ok" or self._numerics(a) or "numerics" not in kind(a.kind).carries]
 
     def _over(self, base: ArmRecord, arm: ArmRecord) -> Shown:
-        """An arm whose toggles are all in the base too is under test by its name."""
-        own = [toggle for toggle in arm.toggles if toggle not in base.toggles] or [arm.arm]
+        """The arm is called what it is called over the reference: what it has more than the base is half of it."""
         key = _key(arm.family, *sorted(arm.toggles), AGAINST, *sorted(base.toggles))
-        return Shown(key=key, design=AGAINST, rung=None, ablations=own, against=base.toggles)
+        return Shown(key=key, design=AGAINST, rung=None, ablations=[arm.arm], against=base.toggles)
 
     def _floor_between(self, arm: ArmRecord, shown: Shown) -> Record | None:
         """The noise floor between processes: the twin's own seats over the reference in the seat that both share."""

@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 
 from lorabench.record.schema import TOTAL
 from lorabench.report.analysis import Row
+from lorabench.report.cells import HOST_BOUND
 from lorabench.report.comparable import references, spans
 from lorabench.report.figure import SMALL, WIDTH, extent, scales, short, size_of
 from lorabench.report.panels import (
@@ -226,7 +227,8 @@ def _draw(ax: Axes, frame: Frame, looks: dict[str, Look]) -> None:
         if mark.record.is_noise_floor and frame.took:
             ax.plot([point.gib] * 2, frame.took, "-", color=BLACK, alpha=0.3, lw=4, solid_capstyle="butt", zorder=1)
         ax.plot([point.gib] * 2, [row[f"{MS}_low"], row[f"{MS}_high"]], "-", color=look.colour, lw=1.2)
-        fill = "white" if mark.host_bound or mark.record.is_noise_floor else look.colour
+        waits = row["candidate_host_share"] >= HOST_BOUND  # the arm's own: a captured one has no host
+        fill = "white" if waits or mark.record.is_noise_floor else look.colour
         ax.plot(point.gib, point.ms, look.marker, color=look.colour, mfc=fill, ms=6)
     if frame.edge:
         ax.step(*zip(*frame.edge, strict=True), "--", where="post", color=GREY, lw=1, zorder=1)

@@ -251,7 +251,7 @@ def test_every_arm_against_one_that_is_named(simulated):
     arms = [simulated.arm(), simulated.twin(), simulated.arm(["a"], 1.2), simulated.arm(["b"], 1.5)]
     arms += [simulated.arm(["a", "b"], 2.0), simulated.arm(["c"], status="crash"), simulated.limit(3.0)]
     found = by_name(pairs(arms, against="b"))
-    assert found.keys() == {"reference", "a", "c", "frozen_limit", "again, paired"}
+    assert found.keys() == {"reference", "a", "a + b", "c", "frozen_limit", "again, paired"}, "by the arms' own names"
     assert (found["c"].status, found["c"].arm) == ("crash", "candidate"), "what failed stays in the table"
     assert ratio(found["reference"]) == pytest.approx(1 / 1.5, rel=0.01)
     assert all(r.reference == [*BASE, "b"] for r in found.values() if not r.is_noise_floor)
