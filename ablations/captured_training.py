@@ -76,6 +76,11 @@ class CapturedTraining(Wrapped):
         self._forget()
         self.inner.clear()
 
+    def said(self) -> dict[str, Any]:
+        found = self.status
+        eager = "".join(f"; {count} not: {reason}" for reason, count in found.eager.items())
+        return {"cuda_graph": f"{found.replays} of {found.replays + found.eager.total()} micro-batches replayed{eager}"}
+
     def _forget(self) -> None:
         self.fed.clear()
         self.finite.clear()

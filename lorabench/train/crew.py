@@ -75,6 +75,10 @@ class Crew:
         for turn in self.turns:
             turn.update()
 
+    def said(self) -> dict[str, str]:
+        """What toggles have to say of the steps so far, by their names."""
+        return {name: str(words) for turn in self.turns for name, words in turn.said().items()}
+
     def clear(self) -> None:
         for step in self.own.values():
             step.clear()

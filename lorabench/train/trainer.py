@@ -71,6 +71,13 @@ class Trainer:
             if ended or self.tick % self.save_every == 0:
                 self.save()
             show(self)
+            if ended:  # the others go on in a crew of their own
+                self._say(self._crew)
+
+    def _say(self, crew: Crew | None) -> None:
+        names = ", ".join(job.name for job in crew.jobs) if crew else ""
+        for toggle, words in (crew.said() if crew else {}).items():
+            self.tell(f"{toggle}, {names}: {words}")
 
     def save(self) -> None:
         state.save(self.folder, self.tick, self.base, self.jobs, random_states(self.device), self._others)

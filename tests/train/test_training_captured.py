@@ -116,6 +116,14 @@ def test_what_is_not_captured_in_a_training(graphs, texts):  # noqa: F811
     assert steps[0].rehearsed is steps[0].inner, "sizes are tried uncaptured"
 
 
+def test_what_was_replayed_is_said_when_jobs_end(graphs, texts):  # noqa: F811
+    told: list[str] = []
+    trained(file(texts, QUICK | MANY, SLOW | {"epochs": 3}, ablations=["cuda_graph"]), told=told)
+    said = [line for line in told if line.startswith("cuda_graph, ")]
+    assert said == [f"cuda_graph, {names}: 4 of 6 micro-batches replayed; 2 not: a shape is warming up"
+                    for names in ("quick, slow", "quick")]  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["fused_multi_lora", "batched"])
 def test_on_a_gpu(steps, texts, way):  # noqa: F811
