@@ -29,18 +29,14 @@ class CudaGraph(Ablation):
         graph of this one alone would be of no use to whoever trains."""
         if "position_ids" not in batch.inputs:
             return batch
-        from lorakernels.capturing.inputs import BUCKETS, bucket_of
-
+        from .joint_batches import bucket
         from .segments import ARGUMENTS, for_graphs
 
         if "parts" in batch.inputs:
             raise Unsupported("rows of several jobs end to end have a layout of their own at every step")
         if others := batch.inputs.keys() - {"input_ids", "labels", "position_ids", *ARGUMENTS}:
             raise Unsupported(f"it cannot pad what else a packed row has: {', '.join(sorted(others))}")
-        length = batch.inputs["input_ids"].shape[1]
-        if (bucket := bucket_of(length)) is None:
-            raise Unsupported(f"a packed row of {length} tokens is longer than the largest bucket, {max(BUCKETS)}")
-        return for_graphs(batch, bucket)
+        return for_graphs(batch, bucket("a packed row", batch.inputs["input_ids"].shape[1]))
 
     def step(self, step: Step) -> Step:
         from lorakernels.capturing.graph import CudaGraphs

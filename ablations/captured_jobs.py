@@ -7,8 +7,7 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,16 +115,8 @@ class CapturedJoint(CapturedStep):
         self.clear()
         self.read = self.joint.router.tables  # by the graphs, so they stay
 
-    @contextmanager
-    def _without_a_look(self) -> Iterator[None]:
-        self.joint.looks = False
-        try:
-            yield
-        finally:
-            self.joint.looks = True
-
     def _forward(self, layout: Layout) -> dict[str, Tensor]:
-        with self._without_a_look():
+        with self.joint.without_a_look():
             found = super()._forward(layout)
         if self.guarded:
             self.seen.add_(found["loss"] * 0)
@@ -140,7 +131,7 @@ class CapturedJoint(CapturedStep):
             optimizer.found_inf = (~found["finite"]).float()  # pyright: ignore[reportAttributeAccessIssue]
         self.joint.run_each = self.recorder.in_branches
         try:
-            with self._without_a_look():
+            with self.joint.without_a_look():
                 return super()._update() | found
         finally:
             del self.joint.run_each

@@ -39,10 +39,8 @@ class CapturedTraining(Wrapped):
         graphs, never = graphs_of(self.model)
         self.captured = CapturedBackward(self.model, self._run, BUCKETS, graphs, self.status, never)
         self.updaters = [CapturedUpdate(step.optimizer, graphs, self.status, never) for step in self.joint.steps]
-        self.device = next(self.model.parameters()).device
-        self.ones = torch.ones(len(self.joint.steps), device=self.device)
         self.fed: list[Batch] = []  # this step's micro-batches
-        self.finite: list[Tensor] = []  # of each, whether its gradients are
+        self.finite: list[Tensor] = []  # of each, whether its gradients are, where the joint step asks that
         self.tables: dict[int, Any] = {}  # which graphs read
 
     @property
@@ -55,14 +53,14 @@ class CapturedTraining(Wrapped):
         items = {f"items {i}": torch.tensor(float(step.items)) for i, step in enumerate(self.joint.steps)}
         found = self.captured({**batch.inputs, **items})
         self.fed.append(batch)
-        self.finite.append(found["finite"])
+        self.finite += [found["finite"]] if "finite" in found else []
         return found["losses"]
 
     def backward(self, loss: Tensor) -> None:
         """Done in `forward`."""
 
     def update(self) -> None:
-        if not bool(torch.stack(self.finite).all()):
+        if self.finite and not bool(torch.stack(self.finite).all()):
             self.joint.clear()
             for batch in self.fed:
                 self.inner.backward(self.inner.forward(batch))
@@ -86,19 +84,22 @@ class CapturedTraining(Wrapped):
         self.finite.clear()
 
     def _run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        steps: Sequence[Step] = self.joint.steps
-        items = torch.stack([inputs.pop(f"items {i}") for i in range(len(steps))])
+        steps: Sequence[Any] = self.joint.steps
         own = [step.items for step in steps]
-        self.joint.looks, self.joint._items = False, self.ones
-        for step in steps:
-            step.items = 1  # the sums of the losses, which the graph divides itself
-        try:
-            losses = self.inner.forward(Batch(inputs, 0, 0, 0)) / items
-            self.inner.backward(losses)
-        finally:
-            for step, number in zip(steps, own, strict=True):
-                step.items = number
-            self.joint.looks, self.joint._items = True, None
+        items = [inputs.pop(f"items {i}") for i in range(len(steps))]
+        with self.joint.without_a_look():
+            self._count(items, torch.stack(items))
+            try:
+                losses = self.inner.forward(Batch(inputs, 0, 0, 0))
+                self.inner.backward(losses)
+            finally:
+                self._count(own, None)
         self.tables |= {id(table): table for table in self.joint.router.tables}
         finite = self.joint.gradients_finite()
-        return {"losses": losses.detach(), "finite": self.ones.isfinite().all() if finite is None else finite}
+        return {"losses": losses.detach()} | ({} if finite is None else {"finite": finite})
+
+    def _count(self, items: Sequence[Any], together: Tensor | None) -> None:
+        """So many tokens each job trains: numbers on the device, where a graph reads them."""
+        for step, number in zip(self.joint.steps, items, strict=True):
+            step.items = number
+        self.joint.items_of_jobs = together

@@ -141,16 +141,21 @@ def _padded(batch: Batch, width: int) -> Batch:
     return Batch(inputs, batch.real, rows * width - batch.real, batch.trained)
 
 
+def bucket(what: str, tokens: int) -> int:
+    """Of lorakernels' captured steps the shortest row that holds so many. Raises Unsupported."""
+    from lorakernels.capturing.inputs import BUCKETS, bucket_of
+
+    if (width := bucket_of(tokens)) is None:
+        raise Unsupported(f"{what} of {tokens} tokens is longer than the largest bucket, {max(BUCKETS)}")
+    return width
+
+
 def bucketed(batches: Sequence[Batch]) -> list[Batch]:
     """Batches of several jobs, all as wide as the bucket that holds the widest, without a mask: what is padded on the
     right comes behind all that is real."""
-    from lorakernels.capturing.inputs import BUCKETS, bucket_of
-
     if any("position_ids" in batch.inputs for batch in batches):
         raise Unsupported("the jobs' rows are packed, and each step of such rows would be a graph of its own")
-    widest = max(batch.inputs["input_ids"].shape[1] for batch in batches)
-    if (width := bucket_of(widest)) is None:
-        raise Unsupported(f"a sample of {widest} tokens is longer than the largest bucket, {max(BUCKETS)}")
+    width = bucket("a sample", max(batch.inputs["input_ids"].shape[1] for batch in batches))
     made = [_padded(batch, width) for batch in batches]
     return [replace(b, inputs={n: b.inputs[n] for n in ("input_ids", "labels")}) for b in made]
 

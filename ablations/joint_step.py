@@ -5,7 +5,8 @@ A module of its own because it is torch throughout: a list of toggles is to be h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,7 +62,7 @@ class JointStep(Joint):
         super().__init__(steps)
         self.router, self.packed, self.tokens = router, packed, tokens
         self.buckets = False
-        self._items: Tensor | None = None
+        self.items_of_jobs: Tensor | None = None
 
     @property
     def padded(self) -> bool:
@@ -78,7 +79,7 @@ class JointStep(Joint):
     def _shared(self, batches: Sequence[Sequence[Batch]]) -> list[list[Batch]] | None:
         """Each job's batches, of the samples that the schedule puts into one micro-batch, with `places` set; None where
         the jobs' own stay."""
-        self._items = None  # of another step's samples, where these are laid out anew
+        self.items_of_jobs = None  # of another step's samples, where these are laid out anew
         together = self._schedule([[sample.real for batch in mine for sample in samples_of(batch)] for mine in batches])
         if together is None:
             return None
@@ -120,6 +121,14 @@ class JointStep(Joint):
         self.router.set(parts)
         return self.losses(self.call(**inputs).logits, labels, parts)
 
+    @contextmanager
+    def without_a_look(self) -> Iterator[None]:
+        self.looks = False
+        try:
+            yield
+        finally:
+            self.looks = True
+
     def looked_at(self, batch: Batch, run: Callable[[Batch], Tensor], later: bool = False) -> Tensor:
         """The losses that `run` has for a micro-batch, or others where these may not stay. later: nobody looks before
         `settle`, which then writes what they should have been into them."""
@@ -139,9 +148,9 @@ class JointStep(Joint):
         each = F.cross_entropy(logits.flatten(0, 1).float(), following, ignore_index=IGNORE, reduction="none")
         sums = {p.job: own.sum() for p, own in zip(parts, each.split([p.positions for p in parts]), strict=True)}
         nothing = each.new_zeros(())
-        if self._items is None:
-            self._items = each.new_tensor([step.items for step in self.steps])
-        return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self._items
+        if self.items_of_jobs is None:
+            self.items_of_jobs = each.new_tensor([step.items for step in self.steps])
+        return torch.stack([sums.get(job, nothing) for job in range(len(self.steps))]) / self.items_of_jobs
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -42,6 +42,7 @@ from transformers import TrainerCallback
 from lorabench.plan.compose import load_config, plan
 from lorabench.plan.samples import draw_lengths
 from lorabench.record.store import write_atomically
+from lorabench_ablations.flash_attention import FA2
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loss_curve import load, write_found
@@ -50,7 +51,6 @@ ARMS = (
     "plain", "captured", "lorakernels", "lorakernels_captured", "padding_free", "padding_free_captured",
     "lorakernels_padding_free", "lorakernels_padding_free_captured", "unsloth",
 )  # fmt: skip
-INSTALL = {"unsloth": "pip install 'lorabench[unsloth]'", "flash_attn": "pip install flash-attn --no-build-isolation"}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # Unsloth wants names
 LAST_WORDS_S = 2.0  # that an arm has at its limit to say where it stands
@@ -114,9 +114,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def apart(options: argparse.Namespace, arm: str) -> dict[str, Any]:
     """The arm in a process of its own: patches of others are global, and a GPU's memory is its own."""
-    package = "unsloth" if arm == "unsloth" else "flash_attn" if attention_of(arm) == "flash_attention_2" else None
-    if package and find_spec(package) is None:
-        return {"unsupported": f"needs {package}: {INSTALL[package]}"}
+    if arm == "unsloth" and find_spec("unsloth") is None:
+        return {"unsupported": "needs unsloth: pip install 'lorabench[unsloth]'"}
+    if attention_of(arm) == "flash_attention_2" and find_spec("flash_attn") is None:
+        return {"unsupported": f"needs flash_attn: {FA2}"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "arm.json")
         given = {n: v for n, v in vars(options).items() if v is not None and n not in ("arms", "out", "only")}

@@ -227,12 +227,13 @@ class GradientKind(Kind):
 
     def settle(self, arm: Arm, run: Callable[[], Any]) -> None:
         """Under dropout: whether the arm can be run without it, and how far it moves the gradients where it is on, as
-        in the first trial."""
+        in the first trial, whose gradients are still there."""
         if not any(step.job and step.job.lora.lora_dropout for step in arm.steps):
             return
+        first = [w.glimpse(w.testimony.loss, outs, keep=False) for w, outs in zip(arm.witnesses, arm.outs, strict=True)]
         seen = [self._from_start(arm, run, seed, off) for seed, off in ((1, True), (2, True), (2, False))]
-        for witness, (off, off_again, on) in zip(arm.witnesses, zip(*seen, strict=True), strict=True):
-            witness.under_dropout((off, off_again), on)
+        for witness, on, (off, off_again, on_again) in zip(arm.witnesses, first, zip(*seen, strict=True), strict=True):
+            witness.under_dropout((off, off_again), (on, on_again))
 
     def _from_start(self, arm: Arm, run: Callable[[], Any], seed: int, off: bool) -> list[Glimpse]:
         """One trial from where the first one began, with dropout `off` or on: what each job's gradients were."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,14 @@ from lorabench.train import base, state
 from lorabench.train.job import Training, check, fingerprint, parted
 from lorabench.train.trainer import Told, Trainer
 
-Parted = tuple[list[Sample], list[Sample]]
+
+class Text(NamedTuple):
+    """A job's rows: what is trained on, what is held out, how many have nothing to train on, and a fingerprint."""
+
+    samples: list[Sample]
+    held_out: list[Sample]
+    left_out: int
+    rows: str
 
 
 class Setup:
@@ -33,8 +40,7 @@ class Setup:
         architecture.check(self.spec, [own.lora for own in self.adapted.values()])
         weights.check(self.spec)
         base.check_names(self.adapted, architecture.skeleton(self.spec, layers=1))
-        self.left_out: dict[str, int] = {}  # rows without anything to train on
-        self.samples: dict[str, Parted] = {entry.name: self._samples(entry) for entry in file.jobs}
+        self.texts = {entry.name: self._text(entry) for entry in file.jobs}
         self._check_budgets()
         self.dtype = machine.dtype(file.dtype)
         self.base = {
@@ -42,16 +48,15 @@ class Setup:
         }  # fmt: skip
         self.saved = state.read(file.output)
         entries = {entry.name: entry.model_dump(mode="json") for entry in file.jobs}
-        self.rows = {name: fingerprint(*parts) for name, parts in self.samples.items()}
-        state.check(file.output, self.saved, self.base, entries, self.rows)
+        state.check(file.output, self.saved, self.base, entries, {name: text.rows for name, text in self.texts.items()})
 
-    def _samples(self, entry: Entry) -> Parted:
+    def _text(self, entry: Entry) -> Text:
         try:
             torch.nn.ModuleDict({entry.name: torch.nn.Identity()})  # by which PEFT holds an adapter
-            own, self.left_out[entry.name] = samples.every(text_of(entry), self.spec)
-            found = parted(own, entry)
-            check(entry, len(found[0]))
-            return found
+            every, left_out = samples.every(text_of(entry), self.spec)
+            own, held_out = parted(every, entry)
+            check(entry, len(own))
+            return Text(own, held_out, left_out, fingerprint(own, held_out))
         except (KeyError, ValueError) as error:
             what = f"the name is one of torch's own: {error}" if isinstance(error, KeyError) else error
             raise JobsFileError(f"job {entry.name}: {what}") from None
@@ -75,7 +80,7 @@ class Setup:
     @property
     def _longest(self) -> tuple[int, str]:
         """The same, and the name of the job that has it."""
-        return max((len(s.tokens), name) for name, own in self.samples.items() for part in own for s in part)
+        return max((len(s.tokens), name) for name, own in self.texts.items() for s in (*own.samples, *own.held_out))
 
     def unmet(self, toggles: Sequence[Ablation]) -> str | None:
         """Why this machine or model cannot have one of these toggles, or None."""
@@ -100,10 +105,10 @@ class Setup:
         if optimizer is None:
             optimizer = torch.optim.AdamW(parameters, lr=entry.learning_rate)
         job = Job(entry.name, entry.name, text_of(entry), spec.lora, entry.learning_rate, entry.seed)
-        train, held_out = self.samples[entry.name]
-        size = entry.micro_batch_size or entry.batch_size
-        rows, left_out = self.rows[entry.name], self.left_out[entry.name]
-        return Training(entry, job, train, held_out, parameters, optimizer, size, rows, left_out)
+        text, size = self.texts[entry.name], entry.micro_batch_size or entry.batch_size
+        return Training(
+            entry, job, text.samples, text.held_out, parameters, optimizer, size, text.rows, text.left_out
+        )  # fmt: skip
 
 
 def first_that_can(

@@ -39,6 +39,16 @@ def dtype(request):
 
 
 @pytest.fixture
+def fake(monkeypatch):
+    """A recorder that keeps a CUDA graph's promises, in the place of CUDA graphs."""
+    from fake_graphs import FakeGraphs
+
+    made = FakeGraphs()
+    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
+    return made
+
+
+@pytest.fixture
 def flash():
     """An attention of a flash attention's name, whose kernel is told where samples begin, or finds it out."""
     import transformers

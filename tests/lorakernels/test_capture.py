@@ -8,18 +8,10 @@ import lorakernels
 import pytest
 import torch
 from capture_loops import BUCKETS, batches, optimizer_of, padded_batch, plain, replayed, same_parameters, schedule_of
-from fake_graphs import FakeGraphs
 from kernel_checks import exhaustive
 from lorakernels.capturing import backward as capture_backward
 from lorakernels.capturing.inputs import Eager, fit
 from tiny_models import build
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    made = FakeGraphs()
-    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
-    return made
 
 
 @pytest.mark.parametrize("family", ["llama", exhaustive("mistral"), "gemma2", exhaustive("qwen3")])

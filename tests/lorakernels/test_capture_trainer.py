@@ -7,7 +7,6 @@ from copy import deepcopy
 import lorakernels
 import pytest
 import torch
-from fake_graphs import FakeGraphs
 from kernel_checks import exhaustive
 from lorakernels.capturing.metrics import Later
 from lorakernels.capturing.status import Status
@@ -17,13 +16,6 @@ from tiny_models import build
 from transformers import Trainer, TrainingArguments
 
 BUCKETS = (8, 16)
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    made = FakeGraphs()
-    monkeypatch.setattr("lorakernels.capturing.step.graphs_for", lambda device: made)
-    return made
 
 
 def rows(count=22):

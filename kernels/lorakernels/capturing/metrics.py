@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -101,35 +101,30 @@ class SftMetrics:
 
 
 @contextlib.contextmanager
-def every_position() -> Iterator[None]:
-    """Inside, TRL's own head scores every position. It would pick those that have a label, and their number decides
-    shapes."""
-    home: Any = sys.modules.get("trl.trainer.utils")
-    own = getattr(home, "_use_triton", None)
+def _replaced(module: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, what a module has under this name is what `make` makes of it; nothing where it is not imported."""
+    home: Any = sys.modules.get(module)
+    own = getattr(home, name, None)
     if own is None:
         yield
         return
-    home._use_triton = lambda device: False
+    setattr(home, name, make(own))
     try:
         yield
     finally:
-        home._use_triton = own
+        setattr(home, name, own)
 
 
-@contextlib.contextmanager
-def filled_numbers() -> Iterator[None]:
+def every_position() -> contextlib.AbstractContextManager[None]:
+    """Inside, TRL's own head scores every position. It would pick those that have a label, and their number decides
+    shapes."""
+    return _replaced("trl.trainer.utils", "_use_triton", lambda own: lambda device: False)
+
+
+def filled_numbers() -> contextlib.AbstractContextManager[None]:
     """Inside, TRL's `torch.tensor(5, device="cuda")` fills a tensor on the device. A number that is copied there lets
     the host wait; TRL makes that of a packed row's tokens so."""
-    home: Any = sys.modules.get("trl.trainer.sft_trainer")
-    if home is None:
-        yield
-        return
-    own = home.torch
-    home.torch = _Torch(own)
-    try:
-        yield
-    finally:
-        home.torch = own
+    return _replaced("trl.trainer.sft_trainer", "torch", _Torch)
 
 
 class _Torch:

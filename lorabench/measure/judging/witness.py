@@ -153,7 +153,6 @@ class Witness:
         found = self.gradients(outs)
         self.testimony.loss, self.testimony.names = loss, list(found)
         self.testimony.before = self._save("before", found)
-        self.first = self.glimpse(loss, outs, keep=False)
         own = self._local_gradients()
         there = iter(copies([g for g in own if g is not None], "cpu"))
         self.first_gradients = [None if g is None else next(there) for g in own]
@@ -168,12 +167,11 @@ class Witness:
         """What the last trial's gradients were; `keep`: in full, too."""
         return Glimpse(loss, self.gradient_sketch(outs), self._save("before", self.gradients(outs)) if keep else None)
 
-    def under_dropout(self, off: tuple[Glimpse, Glimpse], on: Glimpse) -> None:
-        """Two runs with dropout off, and one with it on beside the first trial. An arm whose gradients then differ
-        between two seeds although dropout is off draws masks that cannot be turned off (in a captured graph): it is
-        compared under its own."""
+    def under_dropout(self, off: tuple[Glimpse, Glimpse], on: tuple[Glimpse, Glimpse]) -> None:
+        """Two runs each with dropout off and on. An arm whose gradients then differ between two seeds although dropout
+        is off draws masks that cannot be turned off (in a captured graph): it is compared under its own."""
         self.testimony.dropout = True
-        self.testimony.spread = apart(self.first, on)
+        self.testimony.spread = apart(*on)
         self.testimony.masks_off = apart(*off) <= self.testimony.spread / 10
         if self.testimony.masks_off:
             self.testimony.loss, self.testimony.before = off[0].loss, off[0].file
