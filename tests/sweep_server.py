@@ -55,6 +55,7 @@ class Server:
         # behind Python's back (readline does), which no sweep is asked for with.
         command, known = [sys.executable, __file__, name], dict(os.environ)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=known)
+        self.process.wait()  # the server is a fork of it
         self.asking, late = socket.socket(socket.AF_UNIX), time.monotonic() + STARTS_S
         while self.asking.connect_ex(f"\0{name}"):
             assert time.monotonic() < late, "no server of sweeps has started"
@@ -225,5 +226,6 @@ def become_fork_server(asked: socket.socket) -> None:
     raise SystemExit(0)
 
 
-if __name__ == "__main__":
+# Nobody's child: what it computes for one worker would be work beside the arms that another one measures.
+if __name__ == "__main__" and not os.fork():
     listen(sys.argv[1])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 
+import psutil
 import pytest
+from helpers import module
 
 HEAVY = ("torch", "peft", "transformers", "lorakernels", "triton", "pandas", "scipy", "matplotlib")
 RUN = """
@@ -22,6 +25,14 @@ for command in sys.argv[1:]:
     cpu_s = time.process_time() - began
     print(json.dumps({"code": code, "said": said.getvalue(), "modules": list(sys.modules), "cpu_s": cpu_s}))
 """
+
+
+def test_the_tests_server_of_sweeps_is_nobody_s_child(tmp_path):
+    """All workers of a run share it: what it computes for another one would be work beside the arms of this one."""
+    assert module("lorabench.simulate", "--help", cwd=tmp_path).returncode == 0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert "sweep_server.py" not in " ".join(child.cmdline())
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
