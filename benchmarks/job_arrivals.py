@@ -9,8 +9,8 @@ are trained as `lorabench jobs` trains them: one by one in the order of arrival,
 together, each from when it arrives, in micro-batches that `residual_capacity` puts together (tLoRA's idea, arXiv
 2602.07263; the rule is ours). The ways of a replay run one after the other, and each replay begins with another one.
 Mean gap between arrivals: so long that plain PEFT, one by one, would be busy for --load of the time, by what the jobs
-of the first replay take it one after the other, before anything is replayed; above 1 a queue builds up. Before the
-clock starts each way trains two short jobs, so that nothing is compiled within it.
+of the first replay take it one after the other; above 1 a queue builds up. Before that each way has trained all jobs of
+the first replay, and before the clock starts it trains two short ones, so that little is compiled within it.
 
 Completion is from a job's arrival to its last step; throughput is real tokens over the time from the first arrival to
 the last end. Ratios are to plain PEFT in the same replay. FILE.jsonl: one object a line, with the fields `question` and
@@ -181,9 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found: dict[str, Replayed] = {}
         with tempfile.TemporaryDirectory() as folder:
             files = slices(options.text, Path(folder), rows)
-            if not replays:
-                busy_s = replayed(options, jobs, files, PLAIN, Path(folder) / "before", [0.0] * len(jobs)).whole_s
-                step_s = busy_s / steps
+            if not replays:  # the first time is the compiler's, in each way, and no measure of a load
+                for place, way in enumerate((*WAYS, PLAIN)):
+                    before = replayed(options, jobs, files, way, Path(folder) / f"before_{place}", [0.0] * len(jobs))
+                step_s = before.whole_s / steps
             mean_gap = step_s * steps / len(jobs) / options.load
             due = (np.cumsum([0.0, *gaps[1:]]) * mean_gap).tolist()
             for way in order:

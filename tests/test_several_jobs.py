@@ -33,6 +33,7 @@ def test_each_job_learns_together_what_it_learns_alone(script, arguments, tmp_pa
     out = tmp_path / "out"
     found = json.loads((out / "summary.json").read_text())
     assert found["passed"] and found["jobs"].keys() == script.JOBS.keys()
+    assert found["tokens_s"].keys() == set(script.HOW) and all(rate > 0 for rate in found["tokens_s"].values())
     for job in found["jobs"].values():
         assert job["mean_distance"] < 1e-4 and job["last_loss"] != job["first_loss"]
     rows = list(csv.DictReader((out / "losses.csv").open()))
@@ -46,6 +47,17 @@ def test_a_pass_that_gives_rows_another_scaling_does_not_pass(script, arguments,
     added = joint_linears._added
     monkeypatch.setattr(joint_linears, "_added", lambda linear, part, x: 1.5 * added(linear, part, x))
     assert script.main([*arguments, "--times", "100"]) == 1
+
+
+def test_a_curve_as_cuda_graphs_passes_or_not_like_the_other_one(script):
+    ways = [*script.HOW, script.CAPTURED]
+    off = {script.ALONE: 0.0, script.AGAIN: 0.01, script.TOGETHER: 0.02, script.CAPTURED: 0.02}
+    curves = {run: [4.0 + off[run.how], 3.0 + off[run.how]] for run in script.runs(ways)}
+    assert script.verdict(curves, 1, 3.0)["passed"]
+    curves[script.Run("odd", script.CAPTURED)] = [4.05, 3.0]
+    found = script.verdict(curves, 1, 3.0)
+    assert [job for job, own in found["jobs"].items() if not own["passed"]] == ["odd"]
+    assert found["jobs"]["odd"]["largest_distance"] == pytest.approx(0.05)
 
 
 def test_a_text_that_is_too_short_is_said(script, arguments):
