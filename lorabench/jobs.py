@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # these import torch, or what takes as long
 
 CHANGED = ("output", "way", "scheduler", "weights", "dtype")  # keys that the command line may change
 EVERY_S = 2.0  # between two lines of progress
+CAPTURED = "cuda_graph"  # tried with each way on a GPU, where the file leaves ablations to us
 SCHEDULER = "fast_fit"  # where the file names none: it holds every job's samples to its budget, and needs no solver
 
 USAGE = """\
@@ -51,7 +52,7 @@ FILE.yaml
                              {ways}
   scheduler: auto            who shares a micro-batch: {{fast_fit: {{tokens: 4096}}}}, or another (lorabench list);
                              tokens: auto finds how many fit the memory
-  ablations: [sdpa, adamw_foreach]     what else is switched on
+  ablations: [sdpa, adamw_foreach]     what else is switched on; left out, and way: auto, also cuda_graph on a GPU
   save_every: 100            steps
   seed: 0                    of a base of random weights
   jobs:
@@ -153,14 +154,18 @@ def _tries(setup: Setup) -> list[tuple[Ablation, ...]]:
     """The lists of toggles to try, the first that the machine and the jobs can have is taken. Raises ValueError."""
     from lorabench.advice.expected import in_order, parameters
     from lorabench.plan.jobs_file import AUTO, joins, toggles, ways
+    from lorabench.plan.registry import ablation
 
     file = setup.file
     if file.way != AUTO:
         return [_scheduled(setup, toggles(file, file.way))]
     if len(file.jobs) == 1:
         return [toggles(file, None)]
-    best = in_order(((joins(name),) for name in ways(file)), parameters(setup.spec))
-    return [_scheduled(setup, toggles(file, way.name)) for (way,) in best]
+    every: list[tuple[Ablation, ...]] = [(joins(name),) for name in ways(file)]
+    if setup.machine.device == "cuda" and "ablations" not in file.model_fields_set:
+        every += [(ablation(CAPTURED), *way) for way in every]
+    best = in_order(every, parameters(setup.spec))
+    return [_scheduled(setup, (*toggles(file, way.name), *captured)) for (*captured, way) in best]
 
 
 def _scheduled(setup: Setup, toggles: tuple[Ablation, ...]) -> tuple[Ablation, ...]:

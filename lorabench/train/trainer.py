@@ -102,8 +102,8 @@ class Trainer:
         losses = self._losses(here, samples)
         going_on = [job for job in here if not job.ended]
         if going_on:
-            self._crew_of(going_on).update()
-        self._crew_of(going_on or here).clear()
+            self.joined(going_on).update()
+        self.joined(going_on or here).clear()
         self.tick += 1
         self.tokens += sum(len(s.tokens) for job in going_on for s in samples[job.name])
         rows = []
@@ -123,7 +123,7 @@ class Trainer:
         """The losses of this tick, gradients included, of the jobs that are numbers; the others end."""
         before = random_states(self.device)
         while True:
-            crew = self._crew_of(here)
+            crew = self.joined(here)
             losses = self._tried(crew, samples, before)
             if losses is None:
                 continue
@@ -189,7 +189,8 @@ class Trainer:
             job.micro_batch_size = max(1, min(job.micro_batch_size, largest.micro_batch_size // 2))
         self.tell(f"out of memory: micro-batches of {largest.micro_batch_size} samples at most from here on")
 
-    def _crew_of(self, jobs: list[Training]) -> Crew:
+    def joined(self, jobs: list[Training]) -> Crew:
+        """These jobs as the toggles join them. Raises Unsupported where they cannot."""
         if self._crew is None or self._crew.jobs != jobs:
             self._crew = Crew(Hooks(self.toggles), self.model, jobs, self.device)
         return self._crew

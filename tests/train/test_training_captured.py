@@ -7,9 +7,12 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 from safetensors.torch import load_file
-from train.test_jobs_training import BENT, QUICK, SLOW, file, texts, trained  # noqa: F401
+from train.test_jobs_training import BENT, QUICK, SLOW, file, texts, trained, trainer  # noqa: F401
 
+from lorabench import jobs as command
 from lorabench.contract.ablation import Unsupported
+from lorabench.measure.machine import describe
+from lorabench.train.setup import Setup
 from lorabench_ablations import joint_kernels
 from lorabench_ablations.captured_training import CapturedTraining
 
@@ -110,10 +113,24 @@ def test_a_job_that_is_no_number_ends_and_the_others_go_on(graphs, texts):  # no
 
 def test_what_is_not_captured_in_a_training(graphs, texts):  # noqa: F811
     with pytest.raises(Unsupported, match="cuda_graph trains jobs that share micro-batches; expected way: fused"):
-        trained(file(texts, QUICK, way="sequential", ablations=["cuda_graph"]))
+        trainer(file(texts, QUICK, way="sequential", ablations=["cuda_graph"]))
+    assert not (texts / "out").exists(), "said before anything starts"
     _, steps = graphs
     trained(file(texts, QUICK, SLOW, ablations=["cuda_graph"], output="other"))
     assert steps[0].rehearsed is steps[0].inner, "sizes are tried uncaptured"
+
+
+def test_graphs_are_tried_first_on_a_gpu_where_the_file_leaves_it_to_us(texts):  # noqa: F811
+    def tried(device, **keys):
+        setup = Setup(file(texts, QUICK, SLOW, way="auto", **keys), describe())
+        setup.machine = setup.machine.model_copy(update={"device": device})
+        return [[toggle.name for toggle in toggles] for toggles in command._tries(setup)]
+
+    on_a_gpu, on_a_cpu = tried("cuda"), tried("cpu")
+    assert on_a_gpu[0] == [*on_a_cpu[0][:-1], "cuda_graph", "fast_fit"]
+    assert [names for names in on_a_gpu if "cuda_graph" not in names] == on_a_cpu
+    assert len(on_a_gpu) == 2 * len(on_a_cpu)
+    assert tried("cuda", ablations=["sdpa", "adamw_foreach"]) == on_a_cpu
 
 
 def test_what_was_replayed_is_said_when_jobs_end(graphs, texts):  # noqa: F811
