@@ -19,7 +19,6 @@ from . import compile_ahead
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 NO_DEVICE = -1  # the number that torch gives a CPU
-MAX_LAUNCHES = 4096  # of one kernel, remembered: texts of many lengths make many
 
 jit: Any
 if TYPE_CHECKING or torch.version.cuda is not None or INTERPRET:
@@ -38,13 +37,24 @@ else:
         return function
 
 
+class _Kinds(dict[int, int]):
+    """By integer, what Triton tells it from others by: whether it is 1, a multiple of 16, and of 32 bits."""
+
+    def __missing__(self, value: int) -> int:
+        self[value] = kind = (value == 1) + 2 * (value % 16 == 0) + 4 * (value >> 31 in (0, -1))
+        return kind
+
+
+_kinds = _Kinds()
+
+
 class Kernel:
     """A Triton function, launched as `f[grid](*arguments, CONSTANT=…, num_warps=…)`.
 
     Triton binds and specializes the arguments anew at each launch, and small models wait for the host. Here a launch
-    with the same integers, dtypes, alignments and constants as one before goes straight to what was compiled for that
-    one, at half the cost (docs/lab-notes.md). The first argument is a tensor; a launch is on its device, and on the
-    stream that is the current one there.
+    with dtypes, alignments, constants and kinds of integers as one before goes straight to what was compiled for that
+    one, at half the cost (docs/lab-notes.md), also where a row is as long as none before it. The first argument is a
+    tensor; a launch is on its device, and on the stream that is the current one there.
     """
 
     def __init__(self, function: Any):
@@ -62,12 +72,12 @@ class Kernel:
         if own not in (device, NO_DEVICE):  # Triton launches on the current device, torch where the tensors are
             with torch.cuda.device(own):
                 return self._launch(grid, *arguments, **options)
-        # Triton tells pointers apart by a multiple of 16 bytes, and integers by less than their value.
+        # Triton tells pointers apart by a multiple of 16 bytes, and other numbers by their types alone.
         alike = [
-            x if x.__class__ is int
+            _kinds[x] if x.__class__ is int
             else (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor)
             else (x.base.dtype, *x.block_shape) if x.__class__ is TensorDescriptor
-            else (x.__class__, x)
+            else x.__class__
             for x in arguments
         ]  # fmt: skip
         key = (device, *alike, *options.items())
@@ -76,8 +86,6 @@ class Kernel:
             if compile_ahead.collecting():
                 self.function.run(*arguments, grid=grid, warmup=True, **options)
                 return
-            if len(self._compiled) >= MAX_LAUNCHES:
-                self._compiled.clear()
             self._compiled[key] = self.function[grid](*arguments, **options)
             return
         constants = [options[name] for name in self.constants]

@@ -69,7 +69,16 @@ def test_whatever_triton_could_tell_apart_is_bound_anew(triton):
     launch()
     other = torch.zeros(64)[1:]  # not on 16 bytes
     assert other.data_ptr() % 16
-    variants = [{"n": 1}, {"n": 65}, {"x": x.double()}, {"x": other}, {"block": 32}, {"warps": 8}, {"factor": 2}]
+    variants = [
+        {"n": 1},
+        {"n": 65},
+        {"n": 1 << 31},
+        {"x": x.double()},
+        {"x": other},
+        {"block": 32},
+        {"warps": 8},
+        {"factor": 2},
+    ]
     for i, variant in enumerate(variants):
         launch(**variant)
         assert len(triton.bound) == i + 2, variant
@@ -119,14 +128,22 @@ def test_a_model_on_the_second_gpu_while_the_first_is_current():
     assert y.device.index == 1
 
 
-def test_what_is_remembered_has_a_limit(triton, monkeypatch):
-    monkeypatch.setattr(runtime, "MAX_LAUNCHES", 3)
+def test_rows_of_a_length_that_never_was_go_straight(triton):
     launched, x = Kernel(scale_kernel), torch.zeros(64)
-    for n in range(10):
-        launched[(1,)](x, n, 0.5, STEPS=1, BLOCK=16)
-    assert len(launched._compiled) <= 3 and len(triton.bound) == 10
-    launched[(1,)](x, 9, 0.5, STEPS=1, BLOCK=16)
-    assert len(triton.straight) == 1
+    for n in (31, 48, *range(100, 200)):
+        launched[(1,)](x, n, n / 7, STEPS=1, BLOCK=16)
+    assert [arguments[1] for _, arguments, _ in triton.bound] == [31, 48] and len(triton.straight) == 100
+    assert triton.straight[-1][1][1:3] == (199, 199 / 7)
+
+
+def test_integers_are_told_apart_as_triton_tells_them_apart():
+    compiler, library = (pytest.importorskip(name) for name in ("triton.backends.compiler", "triton._C.libtriton"))
+    around = [n + d for n in (0, 16, 4096, 1 << 31, -(1 << 31), 1 << 40) for d in (-16, -1, 0, 1, 16)]
+    theirs: dict[int, set] = {}
+    for value in around:
+        found = library.native_specialize_impl(compiler.BaseBackend, value, False, True, True)
+        theirs.setdefault(runtime._kinds[value], set()).add(found)
+    assert len(theirs) == 5 and all(len(kinds) == 1 for kinds in theirs.values())
 
 
 def test_without_triton_a_kernel_is_the_function(monkeypatch):
