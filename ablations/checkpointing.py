@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
+from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
 
@@ -35,12 +36,8 @@ class GradientCheckpointing(Ablation):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
-    every_n_layers: int = added(1)
+    every_n_layers: Count = added(1)
     offload: bool = added(False)
-
-    def __post_init__(self) -> None:
-        if type(self.every_n_layers) is not int or self.every_n_layers < 1:
-            raise ValueError(f"every_n_layers={self.every_n_layers!r}: expected a whole number, 1 or more")
 
     @property
     def excludes(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -125,11 +122,7 @@ class SelectiveCheckpointing(Ablation):
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "compute each layer again in backward, but for its attention or its GEMMs"
 
-    save: str = "attention"
-
-    def __post_init__(self) -> None:
-        if self.save not in ("attention", "mm", "both"):
-            raise ValueError(f"save={self.save!r}: expected attention, mm or both")
+    save: Literal["attention", "mm", "both"] = "attention"
 
     @property
     def excludes(self) -> Mapping[str, str]:  # type: ignore[override]
