@@ -309,7 +309,7 @@ def masks(batch):
 
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"at_a_time": "two"}], ids=str)
 def test_a_wrong_parameter_is_one_line(given):
-    with pytest.raises(ValueError, match=r"(tokens: should be greater than or equal to 1|at_a_time: should be a valid integer)"):
+    with pytest.raises(ValueError, match=r"should be (greater|a valid integer)"):
         ablation({"batched": given})
 
 
