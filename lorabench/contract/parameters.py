@@ -1,17 +1,27 @@
-"""What a toggle's parameters may be: what their annotations say, as pydantic reads them."""
+"""What parameters may be, of a toggle or of a command: what their annotations say, as pydantic reads them."""
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lorabench.contract.names import complaint
 
+
+def _named(folder: Any) -> Any:
+    if not folder or not isinstance(folder, str | Path) or folder == "null":
+        raise ValueError(f"expected a folder, not {reprlib.repr(folder)}")
+    return folder
+
+
 Count = Annotated[int, Field(ge=1)]
+Folder = Annotated[Path, BeforeValidator(_named)]
 
 
 def misfit(cls: type, values: Mapping[str, Any]) -> str | None:
