@@ -16,12 +16,11 @@ from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.memory_fit import GIB, Fit, Load, Measured, fit, largest, on_a_line
-from lorabench.contract.parameters import Count
 from lorabench.contract.rehearsal import Reading, Rehearsal, Sizing
 from lorabench.contract.settings import Settings, Worth
 from lorabench_ablations.fit_cache import FitCache
@@ -29,7 +28,6 @@ from lorabench_ablations.fit_cache import FitCache
 if TYPE_CHECKING:
     from lorabench.contract.step import Step
 
-BudgetGib = Annotated[float, Field(gt=0)]
 Tried = TypeVar("Tried")  # what a step that fits says of itself
 BY_RANK = "every rank would find a size of its own, and the others would wait for micro-batches it has not"
 SHAPES = "give batch_size of the workload the size that a cell without it finds"
@@ -50,7 +48,7 @@ class BatchSize(Ablation):
         "limit": "the limit runs no part of the model",
     }
 
-    budget_gib: BudgetGib | None = None
+    budget_gib: PositiveFloat | None = None
 
     def size(self, rehearsal: Rehearsal) -> Sizing:
         began = perf_counter()
@@ -231,7 +229,7 @@ class FindExecutableBatchSize(ByCrashing):
     summary: ClassVar[str] = "accelerate's search: from 128 down by a tenth, until a step does not run out of memory"
     requires: ClassVar[Requires] = Requires(packages={"accelerate": "pip install accelerate"})
 
-    starting_batch_size: Count = 128
+    starting_batch_size: PositiveInt = 128
 
     def settings(self) -> Settings:
         return Settings(
@@ -271,7 +269,7 @@ class DoublingBatchSize(ByCrashing):
     name: ClassVar[str] = "doubling_batch_size"
     summary: ClassVar[str] = "Ludwig's search: doubles from 1 over samples of full length while throughput rises"
 
-    steps: Count = 5
+    steps: PositiveInt = 5
 
     def settings(self) -> Settings:
         return Settings(

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
-from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
 
@@ -36,7 +37,7 @@ class GradientCheckpointing(Ablation):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
-    every_n_layers: Count = added(1)
+    every_n_layers: PositiveInt = added(1)
     offload: bool = added(False)
 
     @property

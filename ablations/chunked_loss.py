@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
-from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Settings
 
 from .liger import FAMILIES, NO_CAPTURE
@@ -68,7 +69,7 @@ class TiledLoss(ChunkedLoss):
     name: ClassVar[str] = "tiled_loss"
     summary: ClassVar[str] = "head and loss by tiles of rows, their gradient in forward (ALST's tiled logits)"
 
-    rows: Count = 1024
+    rows: PositiveInt = 1024
 
     def loss_of(self) -> HeadLoss:
         from .head_loss import Tiled

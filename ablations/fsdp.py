@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, Unsupported, added
 from lorabench.contract.batch import Sample
-from lorabench.contract.parameters import Count
 from lorabench.contract.ranks import Ranks, whole
 from lorabench.contract.step import Step
 from lorabench_ablations.lora_kernels import LAY_OUT
@@ -65,7 +66,7 @@ class Fsdp2(Parallel):
     one_rank: ClassVar[bool] = True
     adapters: Literal["replicated", "sharded"] = "replicated"
     reshard: bool = True
-    replicas: Count = added(1)
+    replicas: PositiveInt = added(1)
     copy_engine: bool = added(False)
     operands: bool = added(True)
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import Batch, Sample, pad
-from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Settings
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches
@@ -33,7 +34,7 @@ class GroupByLength(OtherThanPadding):
     summary: ClassVar[str] = "the step's samples sorted by length, then padded"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
-    mega_batches: Count = 50
+    mega_batches: PositiveInt = 50
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         order = grouped(lengths_of(samples), self.mega_batches * workload.batch_size)
@@ -68,7 +69,7 @@ class TokenBudget(OtherThanPadding):
     summary: ClassVar[str] = "sorted by length, as many samples a micro-batch as a number of padded tokens allows"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
-    tokens: Count | None = None
+    tokens: PositiveInt | None = None
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         try:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported, added
-from lorabench.contract.parameters import Count
 from lorabench.contract.step import Step
 from lorabench_ablations.lora_kernels import Kernel
 
@@ -57,8 +58,8 @@ class Together(Ablation):
         "loss": "it gives one loss for all rows, and here each job has its own",
     }
 
-    tokens: Count | None = None
-    at_a_time: Count | None = None
+    tokens: PositiveInt | None = None
+    at_a_time: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

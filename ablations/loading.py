@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import NonNegativeFloat
 
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Tolerance
 from lorabench.contract.settings import Code, Settings, Worth
@@ -137,7 +137,7 @@ class LoadIn8bit(QuantizedLinears):
         words="frozen weights and their inputs in 8 bits", grad=0.2, loss=0.02, eps=2**-4
     )
 
-    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    llm_int8_threshold: NonNegativeFloat = 6.0
 
     def quantized(self, linear: Any) -> Any:
         from bitsandbytes import nn

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
-from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
 
@@ -46,7 +47,7 @@ class LongContext(Kernel):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     keep_attention: bool = True
-    mlp_rows: Count = 8192
+    mlp_rows: PositiveInt = 8192
     offload: bool = False
     offload_weights: bool = added(False)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 from lorabench.contract.settings import Settings
@@ -33,7 +33,7 @@ class Neftune(Ablation):
     )
     excludes: ClassVar[dict[str, str]] = {"limit": "the limit has no embeddings"}
 
-    neftune_noise_alpha: Annotated[float, Field(gt=0)] = 5.0
+    neftune_noise_alpha: PositiveFloat = 5.0
 
     def patch(self, model: nn.Module) -> int:
         from transformers.integrations.neftune import neftune_post_forward_hook

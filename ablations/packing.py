@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
 from lorabench.contract.batch import IGNORE, Batch, Sample
-from lorabench.contract.parameters import Count
 from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
 from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches
@@ -40,7 +41,7 @@ class Packing(OtherThanPadding):
     worth_trying: ClassVar[Worth | None] = "time"
 
     strategy: Literal["ffd", "bfd", "arrival"] = added("ffd")
-    row_tokens: Count | None = added(None)
+    row_tokens: PositiveInt | None = added(None)
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         capacity = self.row_tokens or workload.batch_size * workload.seq_len

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported, added
 from lorabench.contract.batch import Batch, Sample, pad
-from lorabench.contract.parameters import Count
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
@@ -70,9 +71,9 @@ class Pipelined(Ablation):
     }
     order: ClassVar[str]  # of a rank's forwards and backwards
 
-    tokens: Count | None = None
-    layers: tuple[Count, ...] | None = None
-    ranks: Count | None = added(None)
+    tokens: PositiveInt | None = None
+    layers: tuple[PositiveInt, ...] | None = None
+    ranks: PositiveInt | None = added(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +213,7 @@ class PipelineInterleaved(Pipelined):
     summary: ClassVar[str] = "1F1B with several stages a rank, which makes the bubble smaller (Megatron-LM)"
     order: ClassVar[str] = "interleaved"
 
-    v: Count = 2
+    v: PositiveInt = 2
 
     @property
     def each(self) -> int:

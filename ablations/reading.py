@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
-from lorabench.contract.parameters import Count
 from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.settings import Settings
 
@@ -70,7 +69,7 @@ class PrequantizedLoading(_Nf4):
     name: ClassVar[str] = "prequantized_loading"
     summary: ClassVar[str] = "NF4 weights with their state, quantized once and loaded as they are"
 
-    threads: Count = 8  # 1: file after file, as without any toggle
+    threads: PositiveInt = 8  # 1: file after file, as without any toggle
     pinned: bool = True  # through page-locked memory, copied to the device while the next bytes are read
 
     def form(self) -> WeightsForm:
@@ -131,7 +130,7 @@ class Fastsafetensors(Ablation):
     summary: ClassVar[str] = "a checkpoint's files read by the package fastsafetensors"
     requires: ClassVar[Requires] = Requires(packages={"fastsafetensors": "pip install 'lorabench[loading]'"})
 
-    threads: Count = 16  # the package's own default
+    threads: PositiveInt = 16  # the package's own default
 
     def read(self) -> WeightsReader:
         from lorabench_ablations.readers import ByFastsafetensors

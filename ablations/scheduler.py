@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
+from pydantic import PositiveFloat, PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.joint import Joint, Place
-from lorabench.contract.parameters import Count
 from lorabench.contract.rehearsal import Capacity, Rehearsal
 from lorabench.schedule import SCHEDULERS, Budget
-from lorabench_ablations.batch_size import BY_RANK, BudgetGib, within
+from lorabench_ablations.batch_size import BY_RANK, within
 from lorabench_ablations.token_capacity import capacity
 
 AUTO = "auto"
@@ -39,9 +40,9 @@ class Scheduling(Ablation):
     own_dropout_masks: ClassVar[bool] = True  # of micro-batches that the job does not have alone
     excludes: ClassVar[dict[str, str]] = {"sequential": APART}
 
-    tokens: Count | Literal["auto"] = 4096
-    multiple: Count = 1
-    budget_gib: BudgetGib | None = None
+    tokens: PositiveInt | Literal["auto"] = 4096
+    multiple: PositiveInt = 1
+    budget_gib: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,9 +8,10 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract import text_metrics
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
-from lorabench.contract.parameters import Count
 
 INSTALL = "pip install 'lorabench[text-metrics]'"
 BLEU = "bleu"
@@ -50,9 +51,9 @@ class TextMetrics(Ablation):
     requires: ClassVar[Requires] = Requires(packages={"sacrebleu": INSTALL, "rouge_score": INSTALL})
 
     metrics: tuple[Literal["bleu", "rouge1", "rouge2", "rougeL"], ...] = METRICS
-    max_new_tokens: Count = 32
-    samples: Count = 4  # of each of the two sets
-    batch_size: Count = 1
+    max_new_tokens: PositiveInt = 32
+    samples: PositiveInt = 4  # of each of the two sets
+    batch_size: PositiveInt = 1
 
     def __post_init__(self) -> None:
         given = (self.metrics,) if isinstance(self.metrics, str) else tuple(self.metrics)

@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
-from lorabench.contract.parameters import Count
 from lorabench.contract.work import Recomputed
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TiledMlp(Ablation):
     own_dropout_masks: ClassVar[bool] = True
     recomputes: ClassVar[Recomputed | None] = Recomputed(linears=0.8)  # of the linears' FLOPs the MLP's share in Llama
 
-    shards: Count | None = None
+    shards: PositiveInt | None = None
 
     def collate(self, batch: Batch) -> Batch:
         rows = batch.inputs["input_ids"].numel()

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lorabench.contract.names import complaint
 
@@ -20,7 +20,6 @@ def _named(folder: Any) -> Any:
     return folder
 
 
-Count = Annotated[int, Field(ge=1)]
 Folder = Annotated[Path, BeforeValidator(_named)]
 
 

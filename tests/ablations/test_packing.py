@@ -62,7 +62,7 @@ def test_no_sample_is_cut_to_a_shorter_row():
     ("given", "says"),
     [
         ({"strategy": "bdf"}, "strategy: should be 'ffd', 'bfd' or 'arrival', not 'bdf'"),
-        ({"row_tokens": 0}, "row_tokens: should be greater than or equal to 1, not 0"),
+        ({"row_tokens": 0}, "row_tokens: should be greater than 0, not 0"),
     ],
 )
 def test_a_wrong_parameter_is_one_line(given, says):
@@ -71,7 +71,7 @@ def test_a_wrong_parameter_is_one_line(given, says):
 
 
 def test_a_wrong_parameter_is_refused_in_python_too():
-    with pytest.raises(ValueError, match="row_tokens: should be greater than or equal to 1, not 0"):
+    with pytest.raises(ValueError, match="row_tokens: should be greater than 0, not 0"):
         Packing(row_tokens=0)
     assert Packing(row_tokens=64).row_tokens == 64
 

@@ -67,7 +67,7 @@ def test_parameters_are_checked_and_are_part_of_the_label():
     assert TextMetrics(metrics="bleu").metrics == ("bleu",)
     for wrong, says in (
         ({"metrics": ["blue"]}, "metrics.0: should be 'bleu', 'rouge1'"),
-        ({"max_new_tokens": 0}, "max_new_tokens: should be greater than or equal to 1, not 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: should be greater than 0, not 0"),
         ({"samples": -1}, "samples: should be greater"),
         ({"batch_size": 0}, "batch_size: should be greater"),
         ({"samples": "many"}, "samples: should be a valid integer, not 'many'"),

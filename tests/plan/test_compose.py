@@ -70,7 +70,7 @@ def test_a_model_may_have_an_adapter_of_its_own():
     [
         ({"ulysses": {"ranks": "two"}}, "ulysses: ranks: should be a valid integer, not 'two'"),
         ({"tensor_parallel": {"ranks": True}}, "tensor_parallel: ranks: should be a valid integer, not True"),
-        ({"pipeline_1f1b": {"ranks": 0}}, "pipeline_1f1b: ranks: should be greater than or equal to 1, not 0"),
+        ({"pipeline_1f1b": {"ranks": 0}}, "pipeline_1f1b: ranks: should be greater than 0, not 0"),
         ({"pipeline_gpipe": {"layers": 3}}, "pipeline_gpipe: layers: should be a valid array, not 3"),
         ({"fsdp2": {"reshard": "no"}}, "fsdp2: reshard: should be a valid boolean, not 'no'"),
         ({"fsdp2": {"replicas": 1.5}}, "fsdp2: replicas: should be a valid integer, not 1.5"),

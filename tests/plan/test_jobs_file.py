@@ -83,7 +83,7 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"scheduler": "packing"}, "no scheduler named 'packing'"),
         (
             {"scheduler": {"fifo": {"tokens": 0}}},
-            "tokens: should be greater than or equal to 1 or should be 'auto', not 0",
+            "tokens: should be greater than 0 or should be 'auto', not 0",
         ),
         ({"way": "sequential", "scheduler": "fifo"}, "fifo excludes sequential"),
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
