@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.rehearsal import Rehearsal, Sizing
@@ -24,11 +26,7 @@ class GradientAccumulation(Ablation):
     summary: ClassVar[str] = "the samples of a step in several micro-batches"
     excludes: ClassVar[dict[str, str]] = {"limit": "the limit runs no part of the model"}
 
-    steps: int = 2
-
-    def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 2:
-            raise ValueError(f"steps={self.steps!r}: expected how many micro-batches, 2 or more")
+    steps: Annotated[int, Field(ge=2)] = 2
 
     def size(self, rehearsal: Rehearsal) -> Sizing:
         there = len(rehearsal.samples)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported
 from lorabench.contract.batch import Batch, Sample
@@ -46,10 +48,7 @@ class BatchSize(Ablation):
         "limit": "the limit runs no part of the model",
     }
 
-    budget_gib: float | None = None
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget_gib)
+    budget_gib: PositiveFloat | None = None
 
     def size(self, rehearsal: Rehearsal) -> Sizing:
         began = perf_counter()
@@ -76,12 +75,6 @@ class BatchSize(Ablation):
         arm = evidence.arm
         told = {s.name: _told(s, z) for s, z in zip(arm.steps, arm.sizings, strict=True) if z}
         return {self.name: told.get("", told)}  # of several jobs by their names
-
-
-def check_budget(gib: Any) -> None:
-    """Raises ValueError."""
-    if gib is not None and not (isinstance(gib, (int, float)) and gib > 0):
-        raise ValueError(f"budget_gib {gib!r}: expected GiB above 0, or null for what the device has")
 
 
 def within(room: int, gib: float | None) -> int:
@@ -114,15 +107,8 @@ class AutoBatchSize(BatchSize):
     summary: ClassVar[str] = "the largest micro-batch that fits, by a memory model of a few small steps"
     worth_trying: ClassVar[Worth | None] = "time"
 
-    by: str = "samples"
-    head_room: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.by not in ("samples", "tokens"):
-            raise ValueError(f"by {self.by!r}: expected samples or tokens")
-        if not 0 <= self.head_room < 1:
-            raise ValueError(f"head_room {self.head_room}: expected a share of the budget, from 0 to below 1")
+    by: Literal["samples", "tokens"] = "samples"
+    head_room: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
     def settings(self) -> Settings:
         return Settings(
@@ -243,12 +229,7 @@ class FindExecutableBatchSize(ByCrashing):
     summary: ClassVar[str] = "accelerate's search: from 128 down by a tenth, until a step does not run out of memory"
     requires: ClassVar[Requires] = Requires(packages={"accelerate": "pip install accelerate"})
 
-    starting_batch_size: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.starting_batch_size < 1:
-            raise ValueError(f"starting_batch_size {self.starting_batch_size}: expected 1 or more")
+    starting_batch_size: PositiveInt = 128
 
     def settings(self) -> Settings:
         return Settings(
@@ -288,12 +269,7 @@ class DoublingBatchSize(ByCrashing):
     name: ClassVar[str] = "doubling_batch_size"
     summary: ClassVar[str] = "Ludwig's search: doubles from 1 over samples of full length while throughput rises"
 
-    steps: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 1:
-            raise ValueError(f"steps {self.steps}: expected 1 or more")
+    steps: PositiveInt = 5
 
     def settings(self) -> Settings:
         return Settings(

@@ -56,12 +56,6 @@ def lengths_of(samples: Sequence[Sample]) -> list[int]:
     return [len(sample.tokens) for sample in samples]
 
 
-def positive(name: str, value: Any, what: str) -> None:
-    """Raises ValueError for a parameter that is no number of `what`."""
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a number of {what} above 0")
-
-
 def own_batches(evidence: Evidence) -> list[MicroBatch]:
     """The micro-batches of all jobs, as they are."""
     return [micro_batch(batch) for step in evidence.arm.steps for batch in step.batches]

@@ -29,6 +29,8 @@ class CapturedJoint(CapturedStep):
     that cannot be told so it looks at the losses behind each forward, and at the gradients before the update.
     """
 
+    each_trains_all = False  # a job without rows in one of several micro-batches gets no gradient from it
+
     def __init__(self, inner: Step, recorder: CudaGraphs) -> None:
         self.joint: Any = inner.innermost
         super().__init__(inner, recorder)
@@ -137,14 +139,3 @@ class CapturedJoint(CapturedStep):
             del self.joint.run_each
             for optimizer in told:
                 del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _backward(self, layout: Layout) -> dict[str, Tensor]:
-        """A job without rows in one of several micro-batches gets no gradient from it."""
-        if not self.several:
-            return super()._backward(layout)
-        assert layout.loss is not None and self.gradients is not None
-        for param in self.trained:
-            param.grad = None
-        self.inner.backward(layout.loss)
-        self.gradients.collect(self.trained)
-        return {}

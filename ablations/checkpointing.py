@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported, added
 from lorabench.contract.settings import Settings, Worth
@@ -35,12 +37,8 @@ class GradientCheckpointing(Ablation):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     use_reentrant: bool = False
-    every_n_layers: int = added(1)
+    every_n_layers: PositiveInt = added(1)
     offload: bool = added(False)
-
-    def __post_init__(self) -> None:
-        if type(self.every_n_layers) is not int or self.every_n_layers < 1:
-            raise ValueError(f"every_n_layers={self.every_n_layers!r}: expected a whole number, 1 or more")
 
     @property
     def excludes(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -125,11 +123,7 @@ class SelectiveCheckpointing(Ablation):
     slot: ClassVar[str] = SLOT
     summary: ClassVar[str] = "compute each layer again in backward, but for its attention or its GEMMs"
 
-    save: str = "attention"
-
-    def __post_init__(self) -> None:
-        if self.save not in ("attention", "mm", "both"):
-            raise ValueError(f"save={self.save!r}: expected attention, mm or both")
+    save: Literal["attention", "mm", "both"] = "attention"
 
     @property
     def excludes(self) -> Mapping[str, str]:  # type: ignore[override]

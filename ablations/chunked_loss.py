@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance
 from lorabench.contract.settings import Settings
@@ -67,11 +69,7 @@ class TiledLoss(ChunkedLoss):
     name: ClassVar[str] = "tiled_loss"
     summary: ClassVar[str] = "head and loss by tiles of rows, their gradient in forward (ALST's tiled logits)"
 
-    rows: int = 1024
-
-    def __post_init__(self) -> None:
-        if type(self.rows) is not int or self.rows < 1:
-            raise ValueError(f"rows={self.rows!r}: expected how many rows a tile has, 1 or more")
+    rows: PositiveInt = 1024
 
     def loss_of(self) -> HeadLoss:
         from .head_loss import Tiled
@@ -144,11 +142,7 @@ class CutCrossEntropy(ChunkedLoss):
     tolerance: ClassVar[Tolerance] = Tolerance(words="softmax entries below 2⁻¹² left out of backward", grad=0.03)
     distribution: ClassVar[str | None] = "cut-cross-entropy"
 
-    filter_eps: str | None = "high"
-
-    def __post_init__(self) -> None:
-        if self.filter_eps not in ("high", "auto", None):
-            raise ValueError(f"filter_eps={self.filter_eps!r}: expected high, auto or null")
+    filter_eps: Literal["high", "auto"] | None = "high"
 
     def loss_of(self) -> HeadLoss:
         from .head_loss import cut

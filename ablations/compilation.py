@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.settings import Settings, Worth
@@ -23,13 +23,8 @@ class TorchCompile(Ablation):
     slow_start: ClassVar[bool] = True  # 131 s for 30 layers on an H200's host
     worth_trying: ClassVar[Worth | None] = "time"
 
-    mode: str = "default"
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     fullgraph: bool = False
-
-    def __post_init__(self) -> None:
-        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-        if self.mode not in modes:
-            raise ValueError(f"mode {self.mode!r}: expected one of {', '.join(modes)}")
 
     def step(self, step: Step) -> Step:
         self.compile([step.model])

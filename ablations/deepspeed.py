@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from lorabench.contract.ablation import Evidence, Requires, Unsupported, added
 from lorabench.contract.arm import bytes_of
@@ -60,12 +62,11 @@ class DeepspeedZero(Parallel):
         packages={"deepspeed": "pip install 'lorabench[deepspeed]' (DS_BUILD_OPS=0 before it: without a compiler)"}
     )
     excludes: ClassVar[dict[str, str]] = {"capture": CAPTURED, "compilation": COMPILED}
-    stage: int = 2
+    stage: Annotated[int, Field(ge=1, le=3)] = 2
     by_layer: bool = added(False)
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage={self.stage!r}; expected 1, 2 or 3")
+        super().__post_init__()
         if self.by_layer and self.stage != 3:
             raise ValueError(f"by_layer is of stage 3, which gathers weights; this is stage={self.stage}")
         if self.stage == 3 and not self.by_layer:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, Unsupported, added
 from lorabench.contract.batch import Sample
 from lorabench.contract.ranks import Ranks, whole
@@ -64,15 +66,9 @@ class Fsdp2(Parallel):
     one_rank: ClassVar[bool] = True
     adapters: Literal["replicated", "sharded"] = "replicated"
     reshard: bool = True
-    replicas: int = added(1)
+    replicas: PositiveInt = added(1)
     copy_engine: bool = added(False)
     operands: bool = added(True)
-
-    def __post_init__(self) -> None:
-        if self.adapters not in ("replicated", "sharded"):
-            raise ValueError(f"adapters={self.adapters!r}; expected replicated or sharded")
-        if self.replicas < 1:
-            raise ValueError(f"replicas={self.replicas}; expected 1 or more")
 
     def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
         if self._part(ranks.size) == 1 and self.copy_engine:

@@ -4,7 +4,9 @@ answers what it is given at a time."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied
 
@@ -42,11 +44,7 @@ class BatchedGeneration(Ablation):
     kinds: ClassVar[tuple[str, ...]] = ("evaluate",)
     summary: ClassVar[str] = "greedy generation of several answers at a time"
 
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 2:
-            raise ValueError(f"batch_size={self.batch_size}: expected 2 or more")
+    batch_size: Annotated[int, Field(ge=2)] = 8
 
     def generate(self, kwargs: dict[str, Any]) -> None:
         kwargs["batch_size"] = self.batch_size

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.settings import Settings
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches, positive
+from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches
 
 NO_CAPTURE = {
     "cuda_graph": "grouped micro-batches have widths of their own at every step, and each width would be a graph"
@@ -32,10 +34,7 @@ class GroupByLength(OtherThanPadding):
     summary: ClassVar[str] = "the step's samples sorted by length, then padded"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
-    mega_batches: int = 50
-
-    def __post_init__(self) -> None:
-        positive("mega_batches", self.mega_batches, "micro-batches")
+    mega_batches: PositiveInt = 50
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         order = grouped(lengths_of(samples), self.mega_batches * workload.batch_size)
@@ -70,11 +69,7 @@ class TokenBudget(OtherThanPadding):
     summary: ClassVar[str] = "sorted by length, as many samples a micro-batch as a number of padded tokens allows"
     excludes: ClassVar[dict[str, str]] = NO_CAPTURE
 
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens is not None:
-            positive("tokens", self.tokens, "padded tokens")
+    tokens: PositiveInt | None = None
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         try:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Unsupported, added
 from lorabench.contract.step import Step
-from lorabench_ablations.batching import positive
 from lorabench_ablations.lora_kernels import Kernel
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 ONE_JOB = "the workload has no jobs of its own; expected one with `jobs`, as workload=two_jobs has"
 ONE_ADAPTER = "it runs one adapter at a time, and here each row has its own"
-FORMS = ("slots", "linears")  # of fused_multi_lora
 MARK = "_lorabench_jobs"  # on the model: what says which rows belong to which adapter
 
 
@@ -58,13 +58,11 @@ class Together(Ablation):
         "loss": "it gives one loss for all rows, and here each job has its own",
     }
 
-    tokens: int | None = None
-    at_a_time: int | None = None
+    tokens: PositiveInt | None = None
+    at_a_time: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        for name, value, what in (("tokens", self.tokens, "positions"), ("at_a_time", self.at_a_time, "jobs")):
-            if value is not None:
-                positive(name, value, what)
+        super().__post_init__()
         if self.tokens is not None:
             object.__setattr__(self, "excludes", self.excludes | {"scheduler": BOTH_SAY})
 
@@ -134,12 +132,7 @@ class FusedMultiLora(BatchedPacked):
     rank: ClassVar[int] = 1  # behind the toggles of norms and RoPE, whose parts the slots take over
 
     chunked_head: bool = True
-    form: str = added("slots")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r}: expected one of {', '.join(FORMS)}")
+    form: Literal["slots", "linears"] = added("slots")
 
     def patch(self, model: nn.Module) -> int:
         from .joint_kernels import route

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import NonNegativeFloat
+
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Tolerance
 from lorabench.contract.settings import Code, Settings, Worth
 
@@ -135,11 +137,7 @@ class LoadIn8bit(QuantizedLinears):
         words="frozen weights and their inputs in 8 bits", grad=0.2, loss=0.02, eps=2**-4
     )
 
-    llm_int8_threshold: float = 6.0
-
-    def __post_init__(self) -> None:
-        if not self.llm_int8_threshold >= 0:
-            raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r}: expected a number of 0 or more")
+    llm_int8_threshold: NonNegativeFloat = 6.0
 
     def quantized(self, linear: Any) -> Any:
         from bitsandbytes import nn

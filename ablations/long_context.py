@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
 from lorabench.contract.settings import Settings, Worth
 from lorabench.contract.work import Recomputed
@@ -45,13 +47,9 @@ class LongContext(Kernel):
     worth_trying: ClassVar[Worth | None] = "memory"
 
     keep_attention: bool = True
-    mlp_rows: int = 8192
+    mlp_rows: PositiveInt = 8192
     offload: bool = False
     offload_weights: bool = added(False)
-
-    def __post_init__(self) -> None:
-        if type(self.mlp_rows) is not int or self.mlp_rows < 1:
-            raise ValueError(f"mlp_rows={self.mlp_rows!r}: expected how many rows a tile has, 1 or more")
 
     @property
     def _moves(self) -> list[str]:

@@ -230,8 +230,7 @@ class Fp8Base(LoraKernels):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
-            raise ValueError(f"keep={self.keep!r}: expected a list of linears' names, [v_proj, o_proj] say")
+        super().__post_init__()
         object.__setattr__(self, "keep", tuple(self.keep))  # a list as YAML has it
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:

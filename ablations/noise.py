@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveFloat
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Tolerance
 from lorabench.contract.settings import Settings
 
@@ -31,11 +33,7 @@ class Neftune(Ablation):
     )
     excludes: ClassVar[dict[str, str]] = {"limit": "the limit has no embeddings"}
 
-    neftune_noise_alpha: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not self.neftune_noise_alpha > 0:
-            raise ValueError(f"neftune_noise_alpha={self.neftune_noise_alpha!r}: expected a number above 0")
+    neftune_noise_alpha: PositiveFloat = 5.0
 
     def patch(self, model: nn.Module) -> int:
         from transformers.integrations.neftune import neftune_post_forward_hook

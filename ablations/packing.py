@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, added
 from lorabench.contract.batch import IGNORE, Batch, Sample
-from lorabench.contract.names import nearest
 from lorabench.contract.settings import Code, Settings, Worth
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches, positive
+from lorabench_ablations.batching import OtherThanPadding, lengths_of, own_batches, padded_batches
 
 FLATTENED = Settings(
     sft={"padding_free": True, "max_length": None},  # TRL refuses a max_length that it would not enforce
@@ -39,14 +40,8 @@ class Packing(OtherThanPadding):
     own_dropout_masks: ClassVar[bool] = True  # of rows without padding, which plain PEFT does not have
     worth_trying: ClassVar[Worth | None] = "time"
 
-    strategy: str = added("ffd")
-    row_tokens: int | None = added(None)
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise nearest("strategy", str(self.strategy), STRATEGIES)
-        if self.row_tokens is not None:
-            positive("row_tokens", self.row_tokens, "tokens")
+    strategy: Literal["ffd", "bfd", "arrival"] = added("ffd")
+    row_tokens: PositiveInt | None = added(None)
 
     def batch(self, samples: Sequence[Sample], workload: Workload) -> list[Batch]:
         capacity = self.row_tokens or workload.batch_size * workload.seq_len

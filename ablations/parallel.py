@@ -122,6 +122,34 @@ def divided_among_groups(name: str, samples: Sequence[Sample], size: int | None,
     return divided(name, samples, ranks.rank // size, ranks.size // size, f"groups of {size} ranks")
 
 
+@dataclass(frozen=True, kw_only=True)
+class InGroups(Parallel):
+    """Base: `ranks` ranks in a row (None: all) work on the same samples; the ranks beyond that divide the samples."""
+
+    ranks: int | None = None
+
+    @property
+    def together(self) -> int:
+        """How many ranks work on one sample. Raises Unsupported where the ranks do not divide so."""
+        import torch.distributed as dist
+
+        return pieces(self.name, self.ranks, dist.get_world_size())
+
+    @property
+    def place(self) -> int:
+        """Of this rank, among those that work on one sample."""
+        import torch.distributed as dist
+
+        return dist.get_rank() % self.together
+
+    def mesh(self, name: str) -> DeviceMesh:
+        """All ranks, of which those that work on one sample are `name`."""
+        return mesh(self.together, name)
+
+    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
+        return divided_among_groups(self.name, samples, self.ranks, ranks)
+
+
 def alike(name: str, step: Step) -> None:
     """Raises Unsupported, on every rank, where the ranks would not call their collectives equally often."""
     import torch.distributed as dist

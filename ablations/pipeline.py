@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, Requires, Unsupported, added
 from lorabench.contract.batch import Batch, Sample, pad
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step
 from lorabench.contract.workload import Workload
-from lorabench_ablations.batching import lengths_of, positive
+from lorabench_ablations.batching import lengths_of
 from lorabench_ablations.jobs import BOTH_SAY, MARK, ONE_JOB, FusedMultiLora, kernel_notes
 from lorabench_ablations.packing import row
 from lorabench_ablations.parallel import divided_among_groups, pieces, sent, trained_bytes
@@ -69,19 +71,14 @@ class Pipelined(Ablation):
     }
     order: ClassVar[str]  # of a rank's forwards and backwards
 
-    tokens: int | None = None
-    layers: tuple[int, ...] | None = None
-    ranks: int | None = added(None)
+    tokens: PositiveInt | None = None
+    layers: tuple[PositiveInt, ...] | None = None
+    ranks: PositiveInt | None = added(None)
 
     def __post_init__(self) -> None:
-        if self.tokens is not None:
-            positive("tokens", self.tokens, "tokens a row")
-        if self.layers is not None:
-            for count in self.layers:
-                positive("layers", count, "layers a stage")
+        super().__post_init__()
+        if self.layers is not None:  # a list as YAML has it
             object.__setattr__(self, "layers", tuple(self.layers))
-        if self.ranks is not None:
-            positive("ranks", self.ranks, "ranks a pipeline")
 
     @property
     def each(self) -> int:
@@ -216,11 +213,7 @@ class PipelineInterleaved(Pipelined):
     summary: ClassVar[str] = "1F1B with several stages a rank, which makes the bubble smaller (Megatron-LM)"
     order: ClassVar[str] = "interleaved"
 
-    v: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive("v", self.v, "stages a rank")
+    v: PositiveInt = 2
 
     @property
     def each(self) -> int:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires, Tolerance, Unsupported
 from lorabench.contract.batch import Batch
@@ -78,11 +80,7 @@ class Float8Training(BasePrecision):
         words="frozen weights, their inputs and gradients in e4m3", grad=0.5, eps=2**-3, loss=0.02
     )
 
-    recipe: str = "rowwise"
-
-    def __post_init__(self) -> None:
-        if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-            raise ValueError(f"recipe={self.recipe!r}: expected tensorwise, rowwise or rowwise_with_gw_hp")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
 
     def convert(self, model: nn.Module, fits: Callable[[nn.Module, str], bool]) -> None:
         from dataclasses import replace
@@ -128,11 +126,7 @@ class Qat(BasePrecision):
         words="simulated int4 weights and int8 inputs", grad=0.5, eps=2**-3, loss=0.05
     )
 
-    group_size: int = 32
-
-    def __post_init__(self) -> None:
-        if self.group_size < 16 or self.group_size % 16:
-            raise ValueError(f"group_size={self.group_size!r}: expected a multiple of 16")
+    group_size: Annotated[int, Field(ge=16, multiple_of=16)] = 32
 
     def prepare(self, base: nn.Module, *, upcast: bool) -> None:
         """With `upcast` each weight gets the numbers that its products have."""

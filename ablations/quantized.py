@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from lorabench.contract.ablation import Evidence, Excluded, Requires, Tolerance
 from lorabench.contract.settings import Code, Settings
@@ -99,13 +101,12 @@ class Hqq(QuantizedLinears):
     tolerance: ClassVar[Tolerance] = Tolerance(words="frozen weights in a few bits", grad=0.5, loss=0.05)
 
     nbits: int = 4
-    group_size: int = 64
+    group_size: Annotated[int, Field(ge=8, multiple_of=8)] = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.nbits not in (8, 4, 3, 2, 1):
             raise ValueError(f"nbits={self.nbits!r}: expected 8, 4, 3, 2 or 1")
-        if self.group_size < 8 or self.group_size % 8:
-            raise ValueError(f"group_size={self.group_size!r}: expected a multiple of 8")
 
     def quantized(self, linear: Any) -> Any:
         from hqq.core.quantize import BaseQuantizeConfig, HQQLinear

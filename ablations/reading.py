@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
 from lorabench.contract.reading import WeightsForm, WeightsReader
@@ -67,12 +69,8 @@ class PrequantizedLoading(_Nf4):
     name: ClassVar[str] = "prequantized_loading"
     summary: ClassVar[str] = "NF4 weights with their state, quantized once and loaded as they are"
 
-    threads: int = 8  # 1: file after file, as without any toggle
+    threads: PositiveInt = 8  # 1: file after file, as without any toggle
     pinned: bool = True  # through page-locked memory, copied to the device while the next bytes are read
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"threads={self.threads}: expected 1 or more")
 
     def form(self) -> WeightsForm:
         from lorabench_ablations.weight_forms import Prequantized
@@ -102,12 +100,8 @@ class ParallelReading(Ablation):
     kinds: ClassVar[tuple[str, ...]] = ("load",)
     summary: ClassVar[str] = "a checkpoint's files read by several threads at once"
 
-    threads: int = 4
+    threads: Annotated[int, Field(ge=2)] = 4
     pinned: bool = False
-
-    def __post_init__(self) -> None:
-        if self.threads < 2:
-            raise ValueError(f"threads={self.threads}: expected 2 or more")
 
     def read(self) -> WeightsReader | None:
         from lorabench_ablations.readers import by_threads
@@ -136,11 +130,7 @@ class Fastsafetensors(Ablation):
     summary: ClassVar[str] = "a checkpoint's files read by the package fastsafetensors"
     requires: ClassVar[Requires] = Requires(packages={"fastsafetensors": "pip install 'lorabench[loading]'"})
 
-    threads: int = 16  # the package's own default
-
-    def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"threads={self.threads}: expected 1 or more")
+    threads: PositiveInt = 16  # the package's own default
 
     def read(self) -> WeightsReader:
         from lorabench_ablations.readers import ByFastsafetensors

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveFloat, PositiveInt
 
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.joint import Joint, Place
 from lorabench.contract.rehearsal import Capacity, Rehearsal
 from lorabench.schedule import SCHEDULERS, Budget
-from lorabench_ablations.batch_size import BY_RANK, check_budget, within
-from lorabench_ablations.batching import positive
+from lorabench_ablations.batch_size import BY_RANK, within
 from lorabench_ablations.token_capacity import capacity
 
 AUTO = "auto"
@@ -39,17 +40,14 @@ class Scheduling(Ablation):
     own_dropout_masks: ClassVar[bool] = True  # of micro-batches that the job does not have alone
     excludes: ClassVar[dict[str, str]] = {"sequential": APART}
 
-    tokens: int | str = 4096
-    multiple: int = 1
-    budget_gib: float | None = None
+    tokens: PositiveInt | Literal["auto"] = 4096
+    multiple: PositiveInt = 1
+    budget_gib: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens != AUTO:
-            positive("tokens", self.tokens, "positions, or auto,")
-        else:
+        super().__post_init__()
+        if self.tokens == AUTO:
             object.__setattr__(self, "excludes", self.excludes | {"parallel": BY_RANK})
-        check_budget(self.budget_gib)
-        positive("multiple", self.multiple, "positions")
 
     def capacity(self, rehearsal: Rehearsal) -> Capacity | None:
         return capacity(rehearsal, within(rehearsal.room, self.budget_gib)) if self.tokens == AUTO else None

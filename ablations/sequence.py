@@ -5,28 +5,17 @@ python -m lorabench.sweep world_size=2 'ablations=[ulysses]' workload=1x8192
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Evidence, NotApplied, Requires, Unsupported
-from lorabench.contract.batch import IGNORE, Batch, Sample
+from lorabench.contract.batch import IGNORE, Batch
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
-from lorabench.contract.ranks import Ranks
 from lorabench.contract.step import Step, Wrapped
-from lorabench_ablations.parallel import (
-    CAPTURED,
-    COMPILED,
-    Parallel,
-    Summed,
-    alike,
-    divided_among_groups,
-    mesh,
-    pieces,
-    sent,
-)
+from lorabench_ablations.parallel import CAPTURED, COMPILED, InGroups, Summed, alike, sent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,8 +28,8 @@ ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceParallel(Parallel):
-    """Base: `ranks` ranks (None: all) hold a piece each of the same samples; the ranks beyond that divide the samples.
+class SequenceParallel(InGroups):
+    """Base: the ranks of a group hold a piece each of the same samples.
 
     Batches are padded on the right, so a causal attention needs no mask: no token sees what comes after it. Labels are
     shifted before they are cut, for the last token of a piece predicts the first one of the next.
@@ -53,25 +42,19 @@ class SequenceParallel(Parallel):
         "padding_free": IN_ROWS,
     }
     pieces_a_rank: ClassVar[int] = 1
-    ranks: int | None = None
-
-    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        return divided_among_groups(self.name, samples, self.ranks, ranks)
 
     def collate(self, batch: Batch) -> Batch:
         import torch
-        import torch.distributed as dist
         from torch.nn.functional import pad
 
-        size = pieces(self.name, self.ranks, dist.get_world_size())
-        inputs = batch.inputs
+        size, inputs = self.together, batch.inputs
         short = -inputs["input_ids"].shape[1] % (size * self.pieces_a_rank)
         ids = pad(inputs["input_ids"], (0, short))
         labels = pad(inputs["labels"], (0, short), value=IGNORE)
         there = pad(inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])), (0, short))
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         all_of = {"input_ids": ids, "labels": labels, "shift_labels": pad(labels[:, 1:], (0, 1), value=IGNORE)}
-        mine = self.places(ids.shape[1], size, dist.get_rank() % size)
+        mine = self.places(ids.shape[1], size, self.place)
         cut = {name: x[:, mine].contiguous() for name, x in (all_of | {"position_ids": positions}).items()}
         real = int(there[:, mine].sum())
         trained = int((cut["shift_labels"] != IGNORE).sum())
@@ -87,16 +70,15 @@ class SequenceParallel(Parallel):
 
     def group(self, kind: str, n: int) -> int:
         """All of them add up the gradients."""
-        return n if kind == "all_reduce" else pieces(self.name, self.ranks, n)
+        return n if kind == "all_reduce" else self.together
 
     def attend(self, model: Any, around: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> int:
         """Give the model what `around(SDPA, number of ranks)` returns for its attention, under a name of its own: the
         mask that transformers makes for a name that it does not know is none. Returns the number of layers."""
-        import torch.distributed as dist
         from transformers import AttentionInterface
 
         config: Any = model.config
-        size, inner = pieces(self.name, self.ranks, dist.get_world_size()), config._attn_implementation
+        size, inner = self.together, config._attn_implementation
         if inner != "sdpa":
             raise Unsupported(f"{self.name} leaves the mask to SDPA's causal path; the attention here is {inner}")
         if getattr(config, "sliding_window", None):
@@ -138,14 +120,14 @@ class Ulysses(SequenceParallel):
                 raise Unsupported(
                     f"ulysses divides {heads[0]} heads and {heads[1]} of keys among {size} ranks: no multiples"
                 )
-            return around(attention, mesh(size, "sequence")["sequence"].get_group())
+            return around(attention, self.mesh("sequence")["sequence"].get_group())
 
         return self.attend(model, all_to_all)
 
     def least(self, arm: Arm, n: int) -> float:
         """q, k, v and the output of every layer, forward and backward, and the gradients."""
         handed = 2 * _bytes_of_heads(arm, 2 * sum(_heads(arm.model.config)))
-        return sent("all_to_all", handed, pieces(self.name, self.ranks, n)) + super().least(arm, n)
+        return sent("all_to_all", handed, self.together) + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:
         expected = 8 * (evidence.patched or 0) * len(evidence.arm.micro_batches)
@@ -220,24 +202,18 @@ class ContextParallel(SequenceParallel):
         return self.attend(model, without_mask)
 
     def step(self, step: Step) -> Step:
-        import torch.distributed as dist
-
-        size = pieces(self.name, self.ranks, dist.get_world_size())
-        return _InRing(super().step(step), mesh(size, "sequence")["sequence"])
+        return _InRing(super().step(step), self.mesh("sequence")["sequence"])
 
     def least(self, arm: Arm, n: int) -> float:
         """K and V of every layer in forward and again in backward, their gradients once in float32, in which torch adds
         them up, and the adapters'."""
         keys = _bytes_of_heads(arm, 2 * _heads(arm.model.config)[1])
         passed = 2 * keys + keys / arm.dtype.itemsize * 4
-        return (pieces(self.name, self.ranks, n) - 1) * passed + super().least(arm, n)
+        return (self.together - 1) * passed + super().least(arm, n)
 
     def audit(self, evidence: Evidence) -> int:
         """Each rank attends n times a layer: from its queries to each rank's keys."""
-        import torch.distributed as dist
-
-        size = pieces(self.name, self.ranks, dist.get_world_size())
-        expected = size * (evidence.patched or 0) * len(evidence.arm.micro_batches)
+        expected = self.together * (evidence.patched or 0) * len(evidence.arm.micro_batches)
         if (ran := sum(evidence.ops[operator] for operator in RING)) < expected:
             raise NotApplied(f"attention to one rank's keys ran {ran} times in a step; expected {expected}")
         return evidence.patched or 0

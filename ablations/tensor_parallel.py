@@ -5,26 +5,14 @@ python -m lorabench.sweep world_size=2 'ablations=[tensor_parallel]' workload=4x
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lorabench.contract.ablation import Evidence, Unsupported
-from lorabench.contract.batch import Batch, Sample
-from lorabench.contract.ranks import Ranks, local
+from lorabench.contract.batch import Batch
+from lorabench.contract.ranks import local
 from lorabench.contract.step import Step
-from lorabench_ablations.parallel import (
-    CAPTURED,
-    COMPILED,
-    Averaged,
-    Parallel,
-    Summed,
-    alike,
-    divided_among_groups,
-    mesh,
-    pieces,
-    sent,
-)
+from lorabench_ablations.parallel import CAPTURED, COMPILED, Averaged, InGroups, Summed, alike, sent
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +27,7 @@ OLDEST_PEFT = (0, 21, 1)  # before it adapters under transformers' plan train wi
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallel(Parallel):
+class TensorParallel(InGroups):
     """transformers' plan of the architecture over `ranks` ranks (None: all): q, k, v, gate, up and the head are split
     by their outputs, o and down by their inputs, and PEFT splits lora_B or lora_A likewise. The ranks beyond that
     divide the samples.
@@ -61,16 +49,14 @@ class TensorParallel(Parallel):
         ),
     }
     decides: ClassVar[tuple[str, ...]] = ("optimizer",)
-    ranks: int | None = None
 
     def prepare(self, base: Any, *, upcast: bool) -> None:
-        import torch.distributed as dist
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        size = pieces(self.name, self.ranks, dist.get_world_size())
+        size = self.together
         _check(base.config, size)
         base.config.distributed_config = DistributedConfig(tp_size=size)
-        base._device_mesh, base._tp_size = mesh(size, "tp")["tp"], size
+        base._device_mesh, base._tp_size = self.mesh("tp")["tp"], size
         _split(base)
 
     def patch(self, model: nn.Module) -> int:
@@ -83,15 +69,9 @@ class TensorParallel(Parallel):
                 module.out_features, module.in_features = weight.shape
         return sum(name.endswith("base_layer.weight") for name in split)
 
-    def shard(self, samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-        return divided_among_groups(self.name, samples, self.ranks, ranks)
-
     def collate(self, batch: Batch) -> Batch:
         """All ranks of a group compute the same positions: each counts its share of them."""
-        import torch.distributed as dist
-
-        size = pieces(self.name, self.ranks, dist.get_world_size())
-        first = dist.get_rank() % size == 0
+        size, first = self.together, self.place == 0
         own = lambda count: count // size + first * (count % size)  # noqa: E731
         return replace(batch, real=own(batch.real), padded=own(batch.padded), trained=own(batch.trained))
 
@@ -107,24 +87,21 @@ class TensorParallel(Parallel):
         """Megatron's four all-reduces a layer of one activation each (Shoeybi et al. 2019), and over the groups the
         gradients that a rank holds. Inside of a group those of the factors that every rank has are not in it."""
         config: Any = arm.model.config
-        size = pieces(self.name, self.ranks, n)
+        size = self.together
         positions = sum(batch.inputs["input_ids"].numel() for batch in arm.step.batches)
         activations = 4 * config.num_hidden_layers * positions * config.hidden_size * arm.dtype.itemsize
         return sent("all_reduce", activations, size) + sent("all_reduce", _held(arm), n // size)
 
     def sends(self, evidence: Evidence, n: int) -> float:
         """Its all-reduces are of two sizes of groups: the last one, of the gradients, is among the groups."""
-        size, own = pieces(self.name, self.ranks, n), _held(evidence.arm)
+        size, own = self.together, _held(evidence.arm)
         handed = evidence.handed.get("all_reduce", 0) - own
         other = sum(sent(kind, b, size) for kind, b in evidence.handed.items() if kind != "all_reduce")
         return sent("all_reduce", handed, size) + sent("all_reduce", own, n // size) + other
 
     def step(self, step: Step) -> Step:
-        import torch.distributed as dist
-
         alike(self.name, step)
-        size = pieces(self.name, self.ranks, dist.get_world_size())
-        return Summed(_Whole(step, size), mesh(size, "tp")["data"].get_group())
+        return Summed(_Whole(step, self.together), self.mesh("tp")["data"].get_group())
 
 
 def _held(arm: Arm) -> int:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveInt
 
 from lorabench.contract import text_metrics
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
 
 INSTALL = "pip install 'lorabench[text-metrics]'"
 BLEU = "bleu"
-ROUGE = ("rouge1", "rouge2", "rougeL")
-METRICS = (BLEU, *ROUGE)
+METRICS = (BLEU, "rouge1", "rouge2", "rougeL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +50,15 @@ class TextMetrics(Ablation):
     summary: ClassVar[str] = "BLEU and ROUGE of generated answers at a checkpoint, beside the loss"
     requires: ClassVar[Requires] = Requires(packages={"sacrebleu": INSTALL, "rouge_score": INSTALL})
 
-    metrics: tuple[str, ...] = METRICS
-    max_new_tokens: int = 32
-    samples: int = 4  # of each of the two sets
-    batch_size: int = 1
+    metrics: tuple[Literal["bleu", "rouge1", "rouge2", "rougeL"], ...] = METRICS
+    max_new_tokens: PositiveInt = 32
+    samples: PositiveInt = 4  # of each of the two sets
+    batch_size: PositiveInt = 1
 
     def __post_init__(self) -> None:
         given = (self.metrics,) if isinstance(self.metrics, str) else tuple(self.metrics)
         object.__setattr__(self, "metrics", given)  # a list, where it comes from a command line
-        if unknown := [name for name in given if name not in METRICS]:
-            raise ValueError(f"metrics={unknown[0]}: expected some of {', '.join(METRICS)}")
-        for name in ("max_new_tokens", "samples", "batch_size"):
-            if not isinstance(value := getattr(self, name), int):
-                raise ValueError(f"{name}={value!r}: expected a whole number")
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected 1 or more")
+        super().__post_init__()
 
     def text_metrics(self) -> text_metrics.TextMetrics:
         return BleuAndRouge(

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Unsupported
 from lorabench.contract.work import Recomputed
 
@@ -43,11 +45,7 @@ class TiledMlp(Ablation):
     own_dropout_masks: ClassVar[bool] = True
     recomputes: ClassVar[Recomputed | None] = Recomputed(linears=0.8)  # of the linears' FLOPs the MLP's share in Llama
 
-    shards: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.shards is not None and (type(self.shards) is not int or self.shards < 1):
-            raise ValueError(f"shards={self.shards!r}: expected how many tiles, 1 or more, or null")
+    shards: PositiveInt | None = None
 
     def collate(self, batch: Batch) -> Batch:
         rows = batch.inputs["input_ids"].numel()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lorabench.contract.batch import Batch, Sample
 from lorabench.contract.machine import Machine
 from lorabench.contract.model import ModelSpec
+from lorabench.contract.parameters import misfit
 from lorabench.contract.ranks import Ranks
 from lorabench.contract.reading import WeightsForm, WeightsReader
 from lorabench.contract.rehearsal import Capacity, Rehearsal, Sizing
@@ -175,6 +176,12 @@ class Ablation:
     rank: ClassVar[int] = 0  # `step` wrappers of a higher rank go further outside
     # Whether `lorabench recommend` tries it unasked: always ("time"), where memory asks for it ("memory"), no.
     worth_trying: ClassVar[Worth | None] = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a parameter that is not what its annotation says."""
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not f.default}
+        if wrong := misfit(type(self), given):
+            raise ValueError(wrong)
 
     def load(self, kwargs: dict[str, Any]) -> None:
         """Change the keyword arguments of `AutoModelForCausalLM.from_config` / `from_pretrained`, in place."""

@@ -30,6 +30,7 @@ from lorabench.contract.kind import GROUP as KINDS
 from lorabench.contract.kind import kind, registered
 from lorabench.contract.model import Lora, ModelSpec
 from lorabench.contract.names import NameUnknown, complaint, nearest
+from lorabench.contract.parameters import Folder
 from lorabench.contract.workload import Workload, WorkloadError, fixed
 from lorabench.plan import architecture, registry, samples, user_model, weights
 from lorabench.plan.architecture import ModelError
@@ -87,7 +88,7 @@ class SweepConfig(BaseModel):
     world_size: int = Field(ge=1, le=1024)
     queue: Literal["local", "ray"]
     timeout_s: float = Field(gt=0, le=10_000_000, allow_inf_nan=False)
-    output: Path
+    output: Folder
     estimate_from: list[Path]
     resume: Literal[True, False, "failed"]
     report: bool
@@ -106,13 +107,6 @@ class SweepConfig(BaseModel):
             number, _, of = str(value).partition("/")
             if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
                 raise ValueError(f"{reprlib.repr(value)} is no part; expected one of several, as 1/2 and 2/2")
-        return value
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _a_folder(cls, value: Any) -> Any:
-        if not value or not isinstance(value, str | Path):
-            raise ValueError(f"expected a folder, not {reprlib.repr(value)}")
         return value
 
     def is_own(self, place: int) -> bool:

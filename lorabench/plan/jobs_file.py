@@ -14,6 +14,7 @@ from lorabench.contract.ablation import Ablation, conflict
 from lorabench.contract.hooks import Faulty
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.names import NameUnknown, complaint, nearest
+from lorabench.contract.parameters import Folder
 from lorabench.contract.workload import MOST_JOBS, Workload
 from lorabench.plan import compose, registry, samples
 from lorabench.plan.weights import INDEXED, RANDOM
@@ -85,16 +86,9 @@ class JobsFile(_Checked):
     way: str | dict[str, Any] = AUTO
     scheduler: str | dict[str, Any] = AUTO
     ablations: list[Any] = PLAIN
-    output: Path = Path("output/jobs")
+    output: Folder = Path("output/jobs")
     save_every: int = Field(default=100, ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 32)
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _is_named(cls, value: Any) -> Any:
-        if value in (None, "", "null"):
-            raise ValueError("expected a folder; leave it out for output/jobs")
-        return value
 
     @field_validator("jobs")
     @classmethod

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.hooks import Faulty, contained, described, first_line
 from lorabench.contract.names import NameUnknown, nearest
+from lorabench.contract.parameters import misfit
 
 GROUP = "lorabench.ablations"
 # What the contract declares of a class itself, by how it is written there: planning asks the class for these.
@@ -85,33 +84,13 @@ def ablation(item: str | Mapping[str, Any]) -> Ablation:
     except ValueError as error:
         raise NameUnknown(f"{name}: {first_line(error)}") from None
     except TypeError as error:
-        raise NameUnknown(f"{name}: {_mistyped(cls, params) or first_line(error)}") from None
+        raise NameUnknown(f"{name}: {misfit(cls, params) or first_line(error)}") from None
     except Exception as error:
         return Faulty.of(cls, params, described(error))
-    if mistyped := _mistyped(cls, params):  # which its own code has let pass
-        raise NameUnknown(f"{name}: {mistyped}")
+    if wrong := misfit(cls, params):  # which its own code has let pass
+        raise NameUnknown(f"{name}: {wrong}")
     fault = _fault(made, again)
     return made if fault is None else Faulty.of(cls, params, fault)
-
-
-def _mistyped(cls: type[Ablation], params: Mapping[str, Any]) -> str | None:
-    """The first value that is not of its parameter's annotation, as JSON has it (no number for a yes or no), in words.
-    None where all are, and where an annotation or a value is none that pydantic and JSON know."""
-    for param, value in params.items():
-        try:
-            expected, said = _accepted(cls, param), json.dumps(value)
-        except Exception:  # a third party's annotation may be anything
-            continue
-        try:
-            expected.validate_json(said, strict=True)
-        except ValidationError:
-            return f"{param}={reprlib.repr(value)}: expected {cls.__dataclass_fields__[param].type}"
-    return None
-
-
-@cache
-def _accepted(cls: type[Ablation], param: str) -> TypeAdapter[Any]:
-    return TypeAdapter(get_type_hints(cls)[param])
 
 
 # What a toggle says of itself and planning asks for everywhere: how it is called, what it has to be, and whether that

@@ -89,6 +89,11 @@ class Check(Strict):
     def share(self) -> float:
         return share(self.found, self.allowed)
 
+    @property
+    def words(self) -> str:
+        where = f": {self.where}" if self.where else ""
+        return f"{self.name} is off by {self.found:.2g} (allowed {self.allowed:.2g}){where}"
+
 
 def share(found: float, allowed: float) -> float:
     """What was found, as a share of what is allowed: above 1 it is too much. Infinite where it is no number."""

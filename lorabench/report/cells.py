@@ -105,7 +105,7 @@ def _cells(row: Mapping[Any, Any], record: Record, group: Group, shares: Sequenc
     return cells | {
         TOGGLE: row["toggles"],
         WHOLE: whole(row),
-        HOST: _host(row),
+        HOST: host(row),
         SESSIONS: _sessions(row),
         TIME: arrow(*_both(row, f"{TOTAL}_{{}}_ms")),
         MEMORY: memory + saved if memory else "",
@@ -161,7 +161,8 @@ def _phase(row: Mapping[Any, Any], phase: str) -> str:
     return ratio(found[0])
 
 
-def _host(row: Mapping[Any, Any]) -> str:
+def host(row: Mapping[Any, Any]) -> str:
+    """Of a ratio of hosts each arm's milliseconds, and in brackets its share of them in which the device waits."""
     if not host_bound(row) or not math.isfinite(row[f"{TOTAL}_speedup"]):
         return ""
     return " → ".join(number(row[f"{TOTAL}_{arm}_ms"]) + _of_host(row[f"{arm}_host_share"]) for arm in ARMS)

@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from lorabench.record.schema import ARMS, TOTAL
 from lorabench.report.analysis import Analysis, Row
 from lorabench.report.by_jobs import by_jobs
-from lorabench.report.cells import fits_alone, host_bound, whole
+from lorabench.report.cells import fits_alone, host, whole
 from lorabench.report.figure import Strip, legend, log_axis, png, rows_figure, svg
 from lorabench.report.heatmap import heat_map
 from lorabench.report.packing import packing
@@ -43,7 +43,6 @@ from lorabench.report.published import published
 from lorabench.report.race import race
 from lorabench.report.tradeoff import tradeoff
 from lorabench.report.waterfall import waterfall
-from lorabench.report.words import arrow
 
 NAMES = ("race", "speedup", "memory", "tradeoff", "jobs", "published", "packing", "ladder")
 SUFFIXES = (".png", ".svg")
@@ -128,9 +127,8 @@ def _says(row: Row) -> tuple[str, str]:
     """(text in the right margin, its colour): the number, milliseconds where it would be one of hosts, or why there is
     none."""
     if math.isfinite(row[f"{TOTAL}_speedup"]):
-        took = arrow(*(row[f"{TOTAL}_{arm}_ms"] for arm in ARMS))
-        waits = " → ".join(f"{100 * one:.0f}" for arm in ARMS if math.isfinite(one := row[f"{arm}_host_share"]))
-        return (f"{took} ms (host {waits} %)" if host_bound(row) else whole(row)), "black"
+        hosts = host(row)
+        return (f"ms (host): {hosts}" if hosts else whole(row)), "black"
     if fits_alone(row):
         return f"only this fits: {row[f'{TOTAL}_candidate_ms']:.4g} ms", BLUE
     return _failure(row)

@@ -31,7 +31,7 @@ def test_samples_of_other_lengths_are_weighted_by_their_trained_tokens(steps, ba
 
 
 def test_what_divides_nothing_is_said():
-    with pytest.raises(ValueError, match="steps=1: expected how many micro-batches, 2 or more"):
+    with pytest.raises(ValueError, match="steps: should be greater than or equal to 2, not 1"):
         registry.ablation({"gradient_accumulation": {"steps": 1}})
     with pytest.raises(Unsupported, match="9 micro-batches divide nothing: the step has 4 samples"):
         arm(*PEFT, {"gradient_accumulation": {"steps": 9}}, workload=FOUR)
@@ -74,5 +74,5 @@ def test_noise_is_seen_in_a_step_and_missed_where_there_is_none():
         toggle.audit(Evidence(made, 1, None))
     run_trial(made)
     assert toggle.audit(Evidence(made, 1, None)) == 1
-    with pytest.raises(ValueError, match="expected a number above 0"):
+    with pytest.raises(ValueError, match="neftune_noise_alpha: should be greater than 0"):
         registry.ablation({"neftune": {"neftune_noise_alpha": 0}})

@@ -233,12 +233,12 @@ def test_on_a_cpu_nothing_is_tried_until_it_crashes_unless_a_budget_says_where(t
 @pytest.mark.parametrize(
     ("toggle", "given", "words"),
     [
-        ("auto_batch_size", {"by": "token"}, "expected samples or tokens"),
-        ("auto_batch_size", {"head_room": 1.0}, "from 0 to below 1"),
-        ("doubling_batch_size", {"steps": 0}, "expected 1 or more"),
-        ("find_executable_batch_size", {"starting_batch_size": 0}, "expected 1 or more"),
-        ("doubling_batch_size", {"budget_gib": 0}, "expected GiB above 0"),
-        ("auto_batch_size", {"budget_gib": "abc"}, "budget_gib 'abc': expected GiB above 0"),
+        ("auto_batch_size", {"by": "token"}, "by: should be 'samples' or 'tokens', not 'token'"),
+        ("auto_batch_size", {"head_room": 1.0}, "head_room: should be less than 1, not 1.0"),
+        ("doubling_batch_size", {"steps": 0}, "steps: should be greater than 0, not 0"),
+        ("find_executable_batch_size", {"starting_batch_size": 0}, "should be greater than 0, not 0"),
+        ("doubling_batch_size", {"budget_gib": 0}, "budget_gib: should be greater than 0, not 0"),
+        ("auto_batch_size", {"budget_gib": "abc"}, "budget_gib: should be a valid number, not 'abc'"),
     ],
 )
 def test_wrong_values_cost_one_line(toggle, given, words):

@@ -309,7 +309,7 @@ def masks(batch):
 
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"at_a_time": "two"}], ids=str)
 def test_a_wrong_parameter_is_one_line(given):
-    with pytest.raises(ValueError, match=r"expected a number of (positions|jobs) above 0"):
+    with pytest.raises(ValueError, match=r"should be (greater|a valid integer)"):
         ablation({"batched": given})
 
 
@@ -374,7 +374,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_job(monkeypatch):
 
 
 def test_a_wrong_form_is_one_line():
-    with pytest.raises(ValueError, match="form 'slot': expected one of slots, linears"):
+    with pytest.raises(ValueError, match="form: should be 'slots' or 'linears', not 'slot'"):
         ablation({"fused_multi_lora": {"form": "slot"}})
 
 

@@ -60,11 +60,20 @@ def test_no_sample_is_cut_to_a_shorter_row():
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"strategy": "bdf"}, "did you mean bfd?"), ({"row_tokens": 0}, "expected a number of tokens above 0")],
+    [
+        ({"strategy": "bdf"}, "strategy: should be 'ffd', 'bfd' or 'arrival', not 'bdf'"),
+        ({"row_tokens": 0}, "row_tokens: should be greater than 0, not 0"),
+    ],
 )
 def test_a_wrong_parameter_is_one_line(given, says):
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         ablation({"packing": given})
+
+
+def test_a_wrong_parameter_is_refused_in_python_too():
+    with pytest.raises(ValueError, match="row_tokens: should be greater than 0, not 0"):
+        Packing(row_tokens=0)
+    assert Packing(row_tokens=64).row_tokens == 64
 
 
 @pytest.mark.parametrize("toggle", FLAT, ids=lambda toggle: toggle.label)

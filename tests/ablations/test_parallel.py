@@ -397,7 +397,7 @@ def test_samples_that_cannot_be_divided_and_odd_numbers_of_ranks_are_refused():
         ablation({"fsdp2": {"copy_engine": True}}).shard([Sample([1], [1])] * 8, Ranks(0, 1))
     with pytest.raises(Unsupported, match="fsdp2 with replicas=2 needs a multiple of that many ranks, twice as many"):
         ablation({"fsdp2": {"replicas": 2}}).shard([Sample([1], [1])] * 8, Ranks(0, 2))
-    with pytest.raises(ValueError, match="expected replicated or sharded"):
+    with pytest.raises(ValueError, match="adapters: should be 'replicated' or 'sharded'"):
         ablation({"fsdp2": {"adapters": "halved"}})
 
 

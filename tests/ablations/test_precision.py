@@ -95,8 +95,8 @@ def test_what_it_needs_is_said():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"float8_training": {"recipe": "blockwise"}}, "expected tensorwise, rowwise or rowwise_with_gw_hp"),
-        ({"qat": {"group_size": 20}}, "expected a multiple of 16"),
+        ({"float8_training": {"recipe": "blockwise"}}, "should be 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"),
+        ({"qat": {"group_size": 20}}, "should be a multiple of 16, not 20"),
     ],
 )
 def test_wrong_input_is_one_line(given, expected):

@@ -117,9 +117,9 @@ def test_what_cannot_be_beside_the_others_says_why(name):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"load_in_8bit": {"llm_int8_threshold": -1}}, "expected a number of 0 or more"),
+        ({"load_in_8bit": {"llm_int8_threshold": -1}}, "llm_int8_threshold: should be greater than or equal to 0"),
         ({"hqq": {"nbits": 5}}, "expected 8, 4, 3, 2 or 1"),
-        ({"hqq": {"group_size": 7}}, "expected a multiple of 8"),
+        ({"hqq": {"group_size": 7}}, "group_size: should be a multiple of 8"),
     ],
 )
 def test_wrong_input_is_one_line(given, expected):

@@ -66,15 +66,15 @@ def test_parameters_are_checked_and_are_part_of_the_label():
     assert made.label == "text_metrics(metrics=('bleu',), max_new_tokens=64)"
     assert TextMetrics(metrics="bleu").metrics == ("bleu",)
     for wrong, says in (
-        ({"metrics": ["blue"]}, "metrics=blue: expected some of bleu, rouge1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0: expected 1 or more"),
-        ({"samples": -1}, "samples=-1"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"samples": "many"}, "samples='many': expected a whole number"),
+        ({"metrics": ["blue"]}, "metrics.0: should be 'bleu', 'rouge1'"),
+        ({"max_new_tokens": 0}, "max_new_tokens: should be greater than 0, not 0"),
+        ({"samples": -1}, "samples: should be greater"),
+        ({"batch_size": 0}, "batch_size: should be greater"),
+        ({"samples": "many"}, "samples: should be a valid integer, not 'many'"),
     ):
         with pytest.raises(NameUnknown, match=says):
             registry.ablation({"text_metrics": wrong})
-    with pytest.raises(NameUnknown, match="batch_size=1: expected 2 or more"):
+    with pytest.raises(NameUnknown, match="batch_size: should be greater than or equal to 2, not 1"):
         registry.ablation({"batched_generation": {"batch_size": 1}})
 
 

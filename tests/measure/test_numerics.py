@@ -102,7 +102,7 @@ def test_of_checks_of_one_name_the_worst_stands_and_decides():
     right = with_checks(verdict, [fine, worse, other])
     assert right.passed and right.checks == [worse, other]
     wrong = with_checks(verdict, [worse, bad])
-    assert not wrong.passed and explain(wrong) == "the loss is off by 0.2 at trial 0.2 (allowed 0.1)"
+    assert not wrong.passed and explain(wrong) == "the loss is off by 0.2 (allowed 0.1): trial 0.2"
 
 
 def tolerated(**declared):

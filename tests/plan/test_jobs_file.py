@@ -81,7 +81,10 @@ def test_a_wrong_entry_is_one_line(written, change, says):
         ({"way": {"batched": {"token": 3}}}, "did you mean tokens?"),
         ({"scheduler": "fast_fid"}, "no scheduler named 'fast_fid'; did you mean fast_fit?"),
         ({"scheduler": "packing"}, "no scheduler named 'packing'"),
-        ({"scheduler": {"fifo": {"tokens": 0}}}, "expected a number of positions, or auto, above 0"),
+        (
+            {"scheduler": {"fifo": {"tokens": 0}}},
+            "tokens: should be greater than 0 or should be 'auto', not 0",
+        ),
         ({"way": "sequential", "scheduler": "fifo"}, "fifo excludes sequential"),
         ({"ablations": ["eager", "sdpa"]}, "both fill the slot attention"),
         ({"ablations": ["ddp"]}, "ddp is no toggle for jobs that train on one GPU"),

@@ -84,7 +84,7 @@ def test_an_unclear_row_has_no_centre_and_a_host_bound_one_milliseconds(record):
         "speedup"
     ]
     said = [text for text, _, _ in texts(figure)]
-    assert any(re.fullmatch(r"[\d.]+ → [\d.]+ ms \(host \d+ → \d+ %\)", text) for text in said)
+    assert any(re.fullmatch(r"ms \(host\): [\d.]+ \(\d+ %\) → [\d.]+ \(\d+ %\)", text) for text in said)
     assert any(text.startswith("unclear [") for text in said)
     (ax,) = figure.axes
     marked = {line.get_ydata()[0] for line in ax.lines if line.get_marker() == "^"}

@@ -23,7 +23,6 @@ from lorabench.measure.judging.witness import SKETCH, Testimony
 from lorabench.measure.kind import ROUNDS, TURN
 from lorabench.record.schema import Check, share
 
-UNDER_DROPOUT = "how far dropout moves the gradients, against the reference"
 DIFFER = "differ"
 
 
@@ -233,7 +232,8 @@ def _spread(reference: float, candidate: float) -> Check:
     off = max(low / max(ratio, 1e-30), ratio / high)
     moves = _moves(candidate), _moves(reference)
     words = f"with dropout on, two runs of the candidate {moves[0]} and two of the reference {moves[1]}"
-    return _check(UNDER_DROPOUT, off, 1.0, words if off > 1 and moves != (DIFFER, DIFFER) else "")
+    name = "how far dropout moves the gradients, against the reference"
+    return _check(name, off, 1.0, words if off > 1 and moves != (DIFFER, DIFFER) else "")
 
 
 def _moves(spread: float) -> str:

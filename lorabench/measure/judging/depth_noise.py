@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from lorabench.contract.arm import Arm
 from lorabench.measure.judging.witness import without_dropout
+from lorabench.record.store import write_atomically
 
 RUNS = 2  # with other rounding, of which the worse counts: one run may be near the other by chance
 # Pairs of runs under dropout. A loss is one number: two pairs of masks are within a quarter of their spread in one case
@@ -144,9 +144,7 @@ def off(value: float, reference: float) -> float:
 
 def keep(file: Path, found: DepthNoise | None) -> None:
     """Into the file; None: it could not be measured."""
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(None if found is None else asdict(found)))
-    os.replace(partial, file)
+    write_atomically(file, json.dumps(None if found is None else asdict(found)).encode())
 
 
 def read(file: Path) -> DepthNoise | None:

@@ -7,9 +7,9 @@ patched anything in that process.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from lorabench.contract.ablation import Ablation
 from lorabench.contract.model import ModelSpec
 from lorabench.contract.workload import Workload
 from lorabench.measure.judging.numerics import Outcome
+from lorabench.record.store import StoreError, write_atomically
 
 
 def path(
@@ -64,9 +65,5 @@ def _write(file: Path, gold: Outcome, low: Outcome) -> None:
         w: {"loss": o.loss, "update_error": o.update_error, "scales": o.scales} for w, o in both.items()
     }
     tensors = {f"{w}/{n}": g.contiguous() for w, o in both.items() for n, g in o.gradients.items()}
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        save_file(tensors, partial, {"scalars": json.dumps(scalars)})
-        os.replace(partial, file)
-    except (OSError, SafetensorError):
-        partial.unlink(missing_ok=True)
+    with contextlib.suppress(StoreError, SafetensorError):
+        write_atomically(file, save(tensors, {"scalars": json.dumps(scalars)}))

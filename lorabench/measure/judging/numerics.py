@@ -21,7 +21,6 @@ from lorabench.contract.batch import Sample
 from lorabench.contract.ranks import whole
 from lorabench.contract.step import Step
 from lorabench.measure.judging import limits
-from lorabench.measure.judging.certificate import UNDER_DROPOUT
 from lorabench.measure.judging.depth_noise import RUNS, distance, nine_tenths, off, other_rounding
 from lorabench.measure.judging.witness import learning_rate
 from lorabench.record.schema import Check, Numerics, share
@@ -220,10 +219,7 @@ def explain(numerics: Numerics) -> str:
     if numerics.loss_error > numerics.loss_allowed:
         return f"the loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
     if failed := next((c for c in numerics.checks if not c.passed), None):
-        if failed.name == UNDER_DROPOUT and failed.where:
-            return f"{failed.name}: {failed.where}"
-        at = f" at {failed.where}" if failed.where else ""
-        return f"{failed.name} is off by {failed.found:.2g}{at} (allowed {failed.allowed:.2g})"
+        return failed.words
     return f"the optimizer's first update is off by {numerics.update_error:.2g} from AdamW's on the same gradients"
 
 

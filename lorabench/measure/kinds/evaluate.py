@@ -261,13 +261,13 @@ class Evaluate(Kind):
         )  # fmt: skip
 
     def explain(self, numerics: Numerics) -> str:
-        failed = [check for check in numerics.checks if not check.passed]
-        by = "".join(f"; {c.name} by {c.found:.2g} (rounding does {c.allowed:.2g}): {c.where}" for c in failed[:1])
+        failed = next((check.words for check in numerics.checks if not check.passed), "")
         if numerics.unequal:
-            found = f"{numerics.unequal} of {numerics.tensors} generated tokens"
-            return f"{found} differ from the reference's or from what was asked for, first {numerics.worst}{by}"
+            differ = "generated tokens differ from the reference's or from what was asked for"
+            found = f"{numerics.unequal} of {numerics.tensors} {differ}, first {numerics.worst}"
+            return f"{found}; {failed}" if failed else found
         if failed:
-            return by.removeprefix("; ")
+            return failed
         return f"the validation loss is off by {numerics.loss_error:.2g} (allowed {numerics.loss_allowed:.2g})"
 
 
