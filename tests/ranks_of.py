@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import arm, module
+from helpers import deep_arm, module
 from several_ranks import on_ranks
 
 from lorabench.contract.ablation import Ablation, Evidence
@@ -34,7 +34,7 @@ def samples() -> list[Sample]:
 
 def made_of(names: tuple[Any, ...], device: str = "cpu", model: str = "tiny-llama", **kwargs: Any) -> Arm:
     kwargs |= {"device": device, "model": model, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
-    return arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), **kwargs)
+    return deep_arm("sdpa", "adamw_foreach", "padding", *names, samples=samples(), **kwargs)
 
 
 def steps_of(names: tuple[Any, ...], ranks: Ranks = ONE, folder: str = "", **of: str) -> dict[str, Any]:

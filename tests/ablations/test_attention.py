@@ -117,7 +117,7 @@ NAMES = {"flash_attention_2": "flash", "varlen": "varlen", "varlen_cudnn": "cudn
 
 
 def evidence(name, *others, **kwargs):
-    made = arm(name, *others, **kwargs)
+    made = arm(name, *others, depth=LAYERS, **kwargs)
     _, ops = traced(lambda: run_trial(made))
     return registry.ablation(name), Evidence(made, made.patched[name], ops)
 
@@ -160,7 +160,7 @@ def test_a_row_comes_with_its_samples_so_that_no_layer_waits_for_the_device(feed
     monkeypatch.setattr(sys.modules[__name__], "attend", lambda name, q, *rest: q * 1.0)  # a kernel, which never waits
 
     def waits():
-        made = arm("flash_attention_2", *others, workload=workload)
+        made = arm("flash_attention_2", *others, workload=workload, depth=LAYERS)
         _, ops = traced(lambda: made.step.forward(made.step.batches[0]))
         return ops["aten::_local_scalar_dense"] + ops["aten::nonzero"]
 

@@ -52,7 +52,7 @@ def given(monkeypatch):
 
 
 def made(family, lengths=(16, 16), config=()):
-    tiny = arm(*PEFT, model=f"tiny-{family}", samples=random_samples(list(lengths)))
+    tiny = arm(*PEFT, model=f"tiny-{family}", samples=random_samples(list(lengths)), depth=3)
     for key, value in config:
         setattr(tiny.model.config, key, value)
     return tiny

@@ -34,7 +34,7 @@ WAYS = {
 
 def evidence(name, *others, **kwargs):
     """(the toggle, the evidence of one traced trial of its arm)."""
-    made = arm(name, *(others or ("sdpa",)), **kwargs)
+    made = arm(name, *(others or ("sdpa",)), depth=LAYERS, **kwargs)
     _, ops = traced(lambda: run_trial(made))
     toggle = next(a for a in made.ablations if a.slot == "checkpointing")
     return toggle, Evidence(made, made.patched[toggle.name], ops)
@@ -173,7 +173,7 @@ def test_attention_in_several_operators_is_not_kept_and_says_so(attention):
 
 def test_a_selection_that_no_layer_asked_is_not_applied():
     toggle = registry.ablation("selective_checkpointing")
-    made = arm("selective_checkpointing", "sdpa")
+    made = arm("selective_checkpointing", "sdpa", depth=LAYERS)
     with pytest.raises(NotApplied, match="no checkpointed layer asked"):
         toggle.audit(Evidence(made, LAYERS, Counter()))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import MACHINE, arm, cells
+from helpers import MACHINE, cells
+from helpers import deep_arm as arm
 from several_ranks import on_ranks
 
 from lorabench.contract import ablation as contract

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arm
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.measure.fairness import settings

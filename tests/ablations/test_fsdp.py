@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import arm, sweep
+from helpers import deep_arm as arm
+from helpers import sweep
 from ranks_of import samples
 from several_ranks import on_ranks
 

@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from helpers import MACHINE, PEFT, arm, cells
+from helpers import MACHINE, PEFT, cells
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict
 from lorabench.measure.profile import traced

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import arm
+from helpers import deep_arm as arm
 from torch.nn import functional as F
 
 from lorabench.contract.ablation import Evidence, Unsupported, conflict

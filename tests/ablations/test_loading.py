@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells, seat_of
+from helpers import PEFT, cells, seat_of
+from helpers import deep_arm as arm
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict

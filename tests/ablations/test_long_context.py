@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells
+from helpers import PEFT, cells
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, combine, conflict
 from lorabench.measure import flops

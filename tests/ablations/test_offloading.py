@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import MACHINE, arm, cells
+from helpers import MACHINE, cells
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied
 from lorabench.measure.fairness import settings

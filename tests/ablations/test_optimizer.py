@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import arm
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported
 from lorabench.measure.judging.numerics import one_step

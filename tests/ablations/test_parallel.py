@@ -147,7 +147,7 @@ def four(tmp_path_factory):
 def four_heads(tmp_path_factory):
     """(what four ranks find on a model with as many heads of keys, the adapters' folder, the model)"""
     folder = tmp_path_factory.mktemp("four-heads")
-    described = request().cell.model.config | {"num_key_value_heads": 4}
+    described = request(depth=LAYERS).cell.model.config | {"num_key_value_heads": 4}
     (folder / "config.json").write_text(json.dumps(described))
     name = str(folder / "config.json")
     return together(4, FOUR_HEADS, folder, model=name), folder, name

@@ -114,7 +114,7 @@ def test_axolotl_gets_the_architecture_and_all_three_switches(stand_in):
             layer.self_attn.apply_qkv = types.MethodType(apply_lora_qkv, layer.self_attn)
 
     stand_in(**axolotl((patch_class, patch_model)))
-    made = arm("axolotl")
+    made = arm("axolotl", depth=3)
     assert seen == ["llama", ["lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"]]
     assert made.patched["axolotl"] == 3  # one site a layer here
 
@@ -136,7 +136,7 @@ def test_liger_s_sites_count_in_a_second_model_too(stand_in):
 
     monkey_patch = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": apply})
     stand_in(liger_kernel={"__path__": []}, liger_kernel__transformers={"monkey_patch": monkey_patch})
-    made = arm("liger")
+    made = arm("liger", depth=3)
     assert (made.patched["liger"], seen["swiglu"]) == (3, True)
     assert apply_liger(made.model, activation=False) == 3  # nothing changed, but all three run Liger's
     assert seen["swiglu"] is False

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import MACHINE, PEFT, arm
+from helpers import MACHINE, PEFT
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied, conflict
 from lorabench.contract.batch import Batch

@@ -6,7 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import MACHINE, PEFT, arm
+from helpers import MACHINE, PEFT
+from helpers import deep_arm as arm
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, conflict

@@ -4,7 +4,8 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import PEFT, arm
+from helpers import PEFT
+from helpers import deep_arm as arm
 from torch import nn
 
 from lorabench.contract.ablation import Evidence, NotApplied, Unsupported, conflict

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import PEFT, arm
+from helpers import PEFT
+from helpers import deep_arm as arm
 
 from lorabench.contract.ablation import Evidence, NotApplied
 from lorabench.measure.profile import traced

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import PEFT, arm, cells, config
+from helpers import PEFT, cells, config
+from helpers import deep_arm as arm
 
 from lorabench.measure.judging.numerics import one_step
 from lorabench.plan.compose import plan

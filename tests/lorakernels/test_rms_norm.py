@@ -36,7 +36,7 @@ def test_rms_norm(shape, offset, with_residual, device, dtype):
         assert_close(got, want, dtype, 2)
 
 
-@pytest.mark.parametrize("p", [1, 16, 70])
+@pytest.mark.parametrize("p", [1, exhaustive_in_interpreter(16), 70])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("tile", TILES)
 def test_lora_columns(p, with_residual, tile, device, dtype):

@@ -36,7 +36,7 @@ ONE_ACTIVATION = ["silu", *(exhaustive_in_interpreter(act) for act in glu.ACTIVA
 
 
 @pytest.mark.parametrize("act", glu.ACTIVATIONS)
-@pytest.mark.parametrize("p", [1, 5, 64])
+@pytest.mark.parametrize("p", [1, exhaustive_in_interpreter(5), 64])
 @pytest.mark.parametrize("tile", TILES)
 def test_lora_columns(act, p, tile, device, dtype):
     m, n = 37, 75

@@ -112,7 +112,7 @@ def test_the_arms_of_several_families_and_of_a_checkpoint_compute_the_same(base)
 
 
 def test_real_weights_are_read_once(base, folder, monkeypatch):
-    weights = {"overrides": (f"weights={folder}",), "model": TIED, "dtype": torch.float32}
+    weights = {"overrides": (f"weights={folder}",), "model": TIED, "dtype": torch.float32, "depth": 3}
     alone, _ = build(None, "sdpa", **weights), build(base, "sdpa", **weights)
     monkeypatch.setattr("lorabench.measure.build._read", None)
     shared = build(base, "eager", **weights)
@@ -250,7 +250,7 @@ def test_an_arm_that_may_not_read_the_base_does_not_fill_it(base, other):
 
 
 def test_arguments_that_the_loader_of_plain_weights_has_not_are_never_shared(base, folder):
-    build(base, *PEFT, added=[Loads()], overrides=(f"weights={folder}",), model=TIED)
+    build(base, *PEFT, added=[Loads()], overrides=(f"weights={folder}",), model=TIED, depth=3)
     assert base.recipe is None
 
 

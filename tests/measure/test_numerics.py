@@ -251,7 +251,7 @@ def test_dropout_is_compared_under_one_shared_mask():
     assert judge(gold, low, got, torch.float32, ()).passed
     plain = arm(*PEFT)
     assert share_masks(plain.model) == 0
-    dropping = partial(arm, *PEFT, overrides=overrides)
+    dropping = partial(arm, *PEFT, overrides=overrides, depth=3)
     assert share_masks(dropping().model) == 3 * 7
     without = dropping()
     with torch.no_grad():

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import arm
+from helpers import deep_arm as arm
 from safetensors.torch import save_file
 
 from lorabench.measure.judging.numerics import one_step
