@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveInt
 
@@ -15,7 +15,8 @@ from lorabench.contract.ablation import Ablation, Evidence, NotApplied, Requires
 
 INSTALL = "pip install 'lorabench[text-metrics]'"
 BLEU = "bleu"
-METRICS = (BLEU, "rouge1", "rouge2", "rougeL")
+Metric = Literal["bleu", "rouge1", "rouge2", "rougeL"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class TextMetrics(Ablation):
     summary: ClassVar[str] = "BLEU and ROUGE of generated answers at a checkpoint, beside the loss"
     requires: ClassVar[Requires] = Requires(packages={"sacrebleu": INSTALL, "rouge_score": INSTALL})
 
-    metrics: tuple[Literal["bleu", "rouge1", "rouge2", "rougeL"], ...] = METRICS
+    metrics: tuple[Metric, ...] = METRICS
     max_new_tokens: PositiveInt = 32
     samples: PositiveInt = 4  # of each of the two sets
     batch_size: PositiveInt = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -61,6 +62,14 @@ def what_is_older_is_no_garbage() -> None:
     and a test in the middle of a thousand walked whatever these had left: two jobs took 130 seconds in place of 20."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What lorabench warns of, whatever handlers other tests have left."""
+    heard: list[str] = []
+    monkeypatch.setattr(logging.getLogger("lorabench"), "warning", heard.append)
+    return heard
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -84,9 +83,7 @@ def test_what_a_session_measured_later_joins_the_arms_that_it_was_measured_with(
 
 
 @pytest.mark.parametrize("command", ["gather", "compare", "report"])
-def test_a_half_written_last_line_is_told_whoever_reads_it(tmp_path, monkeypatch, command):
-    heard: list[str] = []
-    monkeypatch.setattr(logging.getLogger("lorabench"), "warning", heard.append)
+def test_a_half_written_last_line_is_told_whoever_reads_it(tmp_path, warned, command):
     source, into = folder(tmp_path / "one", "a", "one"), folder(tmp_path / "all", "b", "one")
     with open(source / "records.jsonl", "ab") as file:
         file.write(b'{"schema"')
@@ -98,9 +95,9 @@ def test_a_half_written_last_line_is_told_whoever_reads_it(tmp_path, monkeypatch
     assert mains[command]() == 0
     told = f"lorabench: the last line of {source / 'records.jsonl'} was half written (9 bytes, {{}}); "
     told += "the same sweep measures again what it was of"
-    assert heard == [told.format("left out")]
+    assert warned == [told.format("left out")]
     assert gather.main([str(source), str(into)]) == 0
-    assert heard[1:] == [told.format("kept in records.jsonl.fragment")]
+    assert warned[1:] == [told.format("kept in records.jsonl.fragment")]
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "environment.json"])

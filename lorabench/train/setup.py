@@ -97,7 +97,7 @@ class Setup:
         jobs = [self._training(model, hooks, entry, self.adapted[entry.name]) for entry in file.jobs]
         made = Trainer(model, jobs, toggles, device, file.output, self.base, file.save_every, tell)
         made.resume(self.saved)
-        made.joined(jobs)
+        made.joined(jobs)  # toggles that cannot join them say so now, before anything starts
         return made
 
     def _training(self, model: Any, hooks: Hooks, entry: Entry, spec: ModelSpec) -> Training:

@@ -1,7 +1,5 @@
 """The whole report: from records to files, with whatever records there are."""
 
-import logging
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -110,9 +108,7 @@ def test_command_line(tmp_path, record, folder, capsys):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"schema": 3, "fam'])
-def test_records_without_a_whole_line_leave_the_report_as_it_is(content, tmp_path, record, folder, capsys, monkeypatch):
-    heard: list[str] = []
-    monkeypatch.setattr(logging.getLogger("lorabench"), "warning", heard.append)
+def test_records_without_a_whole_line_leave_the_report_as_it_is(content, tmp_path, record, folder, capsys, warned):
     run = folder(tmp_path, [record(["a"], status="crash")])
     assert main([str(run)]) == 0
     before = {name: (run / name).read_bytes() for name in TEXTS}
@@ -121,7 +117,7 @@ def test_records_without_a_whole_line_leave_the_report_as_it_is(content, tmp_pat
     assert main([str(run)]) == 2
     said = f"lorabench: {run / 'records.jsonl'} has no record; expected one at least (no report was written)\n"
     assert capsys.readouterr().err == said
-    assert ["was half written" in line for line in heard] == [True] * bool(content)
+    assert ["was half written" in line for line in warned] == [True] * bool(content)
     assert {name: (run / name).read_bytes() for name in TEXTS} == before
 
 
